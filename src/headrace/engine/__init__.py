@@ -1,0 +1,1 @@
+"""Batches → workers → update: where the stages are wired and training runs."""
