@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import headrace
+
 HEAVY = ("torch", "numpy", "sklearn", "rich.console", "safetensors")
 
 
@@ -66,11 +68,13 @@ def test_every_public_name_is_listed() -> None:
     assert done.stdout.strip() == "True"
 
 
-def test_probe_prints_json_and_saves(tmp_path: Path) -> None:
+def test_probe_prints_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = str(tmp_path / "cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", cache)
+    found = headrace.measure(path=tmp_path, budget_s=0.5)
     done = command("probe", "--path", str(tmp_path), "--json", XDG_CACHE_HOME=cache)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["gemm_core_flops"] > 0
+    assert json.loads(done.stdout)["gemm_core_flops"] == found.gemm_core_flops
     table = command("probe", "--path", str(tmp_path), XDG_CACHE_HOME=cache)
     assert "disk, in order" in table.stdout
     assert f"saved in {cache}" in table.stdout

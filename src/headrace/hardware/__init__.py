@@ -40,7 +40,7 @@ def measure(
     budget_s: seconds that the timing may take; fewer repetitions are made when it is short.
     quick: never time anything, see the module's text.
     """
-    if budget_s < MIN_BUDGET_S:
+    if not budget_s >= MIN_BUDGET_S:  # also true of a budget that is not a number
         raise OptionError(
             f"budget_s={budget_s:g} is too short to time anything; give {MIN_BUDGET_S:g} or more"
         )

@@ -1,7 +1,7 @@
 """Is this machine ready? Each check finds something out and, where it is not well, says what to do.
 
 A check that fails is one of two kinds: a *problem* stops Headrace from working, a *hint* costs speed or a
-feature. Nothing is changed on the machine, apart from a tiny file that is compiled in a temporary folder.
+feature. Nothing on the machine is changed; a few tiny files are made and removed.
 """
 
 from __future__ import annotations
@@ -152,14 +152,19 @@ def _folders() -> Iterator[Check]:
         "compiled steps": (Path(compiled), "set TORCHINDUCTOR_CACHE_DIR to one that can"),
     }
     for name, (folder, advice) in wanted.items():
-        writable = os.access(_nearest_existing(folder), os.W_OK)
-        yield Check(name=name, found=str(folder), advice="" if writable else f"cannot be written; {advice}")
+        advice = "" if _can_be_written(folder) else f"cannot be written; {advice}"
+        yield Check(name=name, found=str(folder), advice=advice)
 
 
-def _nearest_existing(folder: Path) -> Path:
-    while not folder.exists():
+def _can_be_written(folder: Path) -> bool:
+    """Tried with a file in the nearest folder that exists: to root, permissions promise too much."""
+    while not folder.is_dir():
         folder = folder.parent
-    return folder
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
 
 
 def _shared_memory() -> Check:
