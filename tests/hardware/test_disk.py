@@ -29,9 +29,33 @@ def test_rates_are_positive_and_nothing_is_left(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_page_cache_is_not_measured(tmp_path: Path) -> None:
+@pytest.fixture
+def no_direct_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system that refuses O_DIRECT."""
+    real = os.open
+
+    def refuse(path: Any, flags: int, *rest: Any, **named: Any) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "no direct reads here")
+        return real(path, flags, *rest, **named)
+
+    monkeypatch.setattr(os, "open", refuse)
+
+
+@pytest.fixture
+def no_forgetting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system that keeps its pages whatever it is told."""
+    monkeypatch.setattr(os, "posix_fadvise", lambda *_: None)
+
+
+@pytest.mark.parametrize("hindrance", ["no_direct_reads", "no_forgetting"])
+def test_the_page_cache_is_not_measured(
+    tmp_path: Path, hindrance: str, request: pytest.FixtureRequest
+) -> None:
+    """Either way around the cache suffices alone: the bytes come from the device."""
     if not has_block_device(tmp_path):
         pytest.skip("the temporary folder is not on a block device")
+    request.getfixturevalue(hindrance)
     file = tmp_path / "cached"
     pieces = 8
     with file.open("wb") as out:
@@ -44,15 +68,8 @@ def test_the_page_cache_is_not_measured(tmp_path: Path) -> None:
     assert read_from_the_device() - before >= disk.PIECE * pieces
 
 
-def test_a_file_system_that_refuses_direct_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = os.open
-
-    def refuse(path: Any, flags: int, *rest: Any, **named: Any) -> int:
-        if flags & os.O_DIRECT:
-            raise OSError(errno.EINVAL, "no direct reads here")
-        return real(path, flags, *rest, **named)
-
-    monkeypatch.setattr(os, "open", refuse)
+@pytest.mark.usefixtures("no_direct_reads")
+def test_a_file_system_that_refuses_direct_reads(tmp_path: Path) -> None:
     sequential, reads = disk.rates(tmp_path, 0.3)
     assert sequential > 0
     assert reads > 0
