@@ -43,6 +43,30 @@ def papers(
     typer.echo(f"page: {run_paper(name, options)}")
 
 
+@app.command()
+def probe(
+    fresh: Annotated[bool, typer.Option("--fresh", help="Measure again.")] = False,
+    path: Annotated[
+        Path, typer.Option(help="A folder on the disk that matters: where the data lies.")
+    ] = Path(),
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
+) -> None:
+    """Measure this machine: cores, memory, disk and accelerators, and what the numbers mean."""
+    from headrace.hardware import measure
+    from headrace.hardware.console import print_hardware
+
+    print_hardware(measure(fresh=fresh, path=path), as_json=as_json)
+
+
+@app.command()
+def doctor() -> None:
+    """Check versions, extras, compiler, CUDA, folders and limits; each with what to do about it."""
+    from headrace.hardware.console import print_checks
+
+    if not print_checks():
+        raise typer.Exit(1)
+
+
 def main() -> None:
     """Run the command line and turn exceptions into sentences and exit codes."""
     from headrace.errors import DivergenceError, HeadraceError, UsageError
