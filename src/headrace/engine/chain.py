@@ -10,7 +10,7 @@ What holds:
   input is taken before its weights change.
 - A step allocates nothing of the batch's or the model's size once a batch of that size or larger was seen.
 - A chain owns its workspaces and never its parameters: `bind` says which tensors are updated, the module's
-  own or views of memory that other workers update too. One chain belongs to one thread; `clone` makes another.
+  own or views of memory that other workers update too. A chain belongs to one thread; `clone` makes more.
 - Outputs and losses are the caller's to keep, except the tensor that `forward` returns: it is valid until the
   next call.
 
