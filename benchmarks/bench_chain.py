@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import time
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from headrace.engine.chain import Chain
@@ -28,14 +29,14 @@ WIDTHS = (54, 512, 512, 512, 2)
 def network() -> nn.Sequential:
     torch.manual_seed(0)
     layers: list[nn.Module] = []
-    for a, b in zip(WIDTHS, WIDTHS[1:], strict=False):
+    for a, b in itertools.pairwise(WIDTHS):
         layers += [nn.Linear(a, b), nn.ReLU()]
     return nn.Sequential(*layers[:-1])
 
 
 def flops(b: int) -> float:
-    """Matrix products of one step: forward and weights' gradient for every layer, inputs' for all but the first."""
-    sizes = [a * c for a, c in zip(WIDTHS, WIDTHS[1:], strict=False)]
+    """Matrix products of one step: forward, weights' gradient, inputs' gradient but for the first layer."""
+    sizes = [a * c for a, c in itertools.pairwise(WIDTHS)]
     return 2.0 * b * (3 * sum(sizes) - sizes[0])
 
 
@@ -60,9 +61,10 @@ def sides(b: int, rows: int) -> dict[str, Callable[[], int]]:
     optimiser_l = torch.optim.SGD(network_l.parameters(), lr=1e-3)
     chain, reason = Chain.of(copy.deepcopy(network_a), F.cross_entropy)
     assert chain is not None, reason
+    chain.fuse()
     starts = range(0, rows - b + 1, b)
 
-    def train(module: nn.Module, optimiser: torch.optim.Optimizer, xb: torch.Tensor, yb: torch.Tensor) -> None:
+    def train(module: nn.Module, optimiser: torch.optim.Optimizer, xb: Tensor, yb: Tensor) -> None:
         optimiser.zero_grad()
         F.cross_entropy(module(xb), yb).backward()
         optimiser.step()
@@ -100,7 +102,7 @@ def main() -> None:
             rate = gemm_rate()
             acts = sides(b, min(max(200, 40 * b), 8192))
             best = dict.fromkeys(acts, float("inf"))
-            for name, act in acts.items():
+            for act in acts.values():
                 act()
             for _ in range(rounds):
                 for name, act in acts.items():
@@ -111,7 +113,8 @@ def main() -> None:
             print(
                 f"{threads:7d} {b:6d} "
                 + " ".join(f"{1 / best[name]:10.0f}" for name in ("autograd", "loader", "chain"))
-                + f" {best['autograd'] / best['chain']:10.2f} {best['loader'] / best['chain']:8.2f} {share:10.2f}"
+                + f" {best['autograd'] / best['chain']:10.2f} {best['loader'] / best['chain']:8.2f}"
+                + f" {share:10.2f}"
             )
 
 

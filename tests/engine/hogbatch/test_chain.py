@@ -69,6 +69,7 @@ def worst(module: nn.Module, other: nn.Module) -> float:
     loss=st.sampled_from(sorted(LOSSES)),
     sizes=st.lists(st.integers(1, 9), min_size=1, max_size=4),
     decay=st.sampled_from([0.0, 0.1]),
+    fused=st.booleans(),
     seed=st.integers(0, 99),
 )
 def test_a_step_is_autograd_and_sgd(
@@ -78,6 +79,7 @@ def test_a_step_is_autograd_and_sgd(
     loss: str,
     sizes: list[int],
     decay: float,
+    fused: bool,
     seed: int,
 ) -> None:
     torch.manual_seed(seed)
@@ -89,6 +91,8 @@ def test_a_step_is_autograd_and_sgd(
     module = nn.Sequential(*layers).double()
     other = copy.deepcopy(module)
     chain = chain_of(module, LOSSES[loss])
+    if fused:
+        assert ("use compiled loops" in chain.fuse()) == bias
     optimiser = torch.optim.SGD(other.parameters(), lr=0.05, weight_decay=decay)
     for number, b in enumerate(sizes):
         x, y = batch(loss, b, widths[0], widths[-1], seed + number)
