@@ -96,7 +96,9 @@ def choose_stepper(
         return FallingStepper([eager], on_choice)
     if task.device.type == "cuda":
         if options.capture == "eager" or sparse or not _capturable(optimizer):
-            eager.reason += "" if options.capture == "eager" else "; the step cannot be captured in a CUDA graph"
+            eager.reason += (
+                "" if options.capture == "eager" else "; the step cannot be captured in a CUDA graph"
+            )
             return FallingStepper([eager], on_choice)
         return GraphStepper(
             task,
@@ -150,5 +152,3 @@ def _chain(
     return Candidate(
         "chain", reason, lambda: ChainStepper(task, chain, optimizer, fused=fused, clip=options.clip)
     ), ""
-
-

@@ -130,7 +130,7 @@ def checkpoints(folder: Path) -> list[Path]:
 
 def load_newest(folder: Path) -> tuple[State, list[str]]:
     """The newest checkpoint that can be read, and a sentence for each newer one that cannot."""
-    damaged = []
+    damaged: list[str] = []
     for path in checkpoints(folder):
         try:
             return _load(path), damaged

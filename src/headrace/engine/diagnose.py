@@ -59,6 +59,8 @@ def _checker(name: str, layer: nn.Module) -> Callable[[nn.Module, Any, Any], Non
         if isinstance(output, Tensor) and output.is_floating_point() and not torch.isfinite(output).all():
             given = [x for x in inputs if isinstance(x, Tensor) and x.is_floating_point()]
             finite = all(bool(torch.isfinite(x).all()) for x in given)
-            raise _FoundError(f"the output of layer {label}" + ("" if finite else ", whose input was bad already"))
+            raise _FoundError(
+                f"the output of layer {label}" + ("" if finite else ", whose input was bad already")
+            )
 
     return check

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from headrace.engine.losses import takes_classes
 from headrace.engine.loader import Loader
-from headrace.engine.steps import gather
+from headrace.engine.losses import takes_classes
+from headrace.engine.residence import gather
 from headrace.engine.task import TorchTask
 from headrace.types import Columns
 

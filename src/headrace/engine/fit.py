@@ -3,31 +3,33 @@
 from __future__ import annotations
 
 import math
-import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 
 import headrace
 from headrace.engine import checkpoint
 from headrace.engine.capture import choose_stepper
 from headrace.engine.evaluate import usual_metrics
 from headrace.engine.loader import Loader
-from headrace.engine.options import FitOptions, describe_object
 from headrace.engine.optimizers import make_optimizer
+from headrace.engine.options import FitOptions, describe_object
 from headrace.engine.records import Records
 from headrace.engine.run import Run
 from headrace.engine.schedules import make_schedule
 from headrace.engine.session import Parts, Session
 from headrace.engine.setup import choose_device, make_task, open_data
 from headrace.engine.stopping import StopRules
-from headrace.errors import MissingExtraError, OptionError, RunFolderError
+from headrace.engine.threads import ThreadTrial, candidates
+from headrace.errors import MissingExtraError, RunFolderError
 from headrace.hardware import measure
+from headrace.hardware.system import usable_cores
 from headrace.report.build import write_report
 from headrace.report.progress import Progress
 from headrace.report.run_folder import RunFolder
@@ -35,9 +37,11 @@ from headrace.types import Plan, State
 
 EPOCHS_WHEN_UNSAID = 10
 ROWS_PER_EPOCH = 20
-MAY_CHANGE = frozenset(  # options that a resumed run may set anew
-    "epochs steps seconds target_loss early_stop checkpoint_s tensorboard progress log_every validation metrics".split()
-)
+MAY_CHANGE = {
+    *("epochs", "steps", "seconds", "target_loss", "early_stop", "checkpoint_s"),
+    *("tensorboard", "progress", "log_every", "validation", "metrics"),
+}
+"""Options that a resumed run may set anew."""
 
 
 def fit(model: Any, data: Any, **options: Any) -> Run:
@@ -63,11 +67,12 @@ class _Fitting:
     model: Any
     data: Any
     options: FitOptions
-    plan: Plan = Plan()
+    plan: Plan = field(default_factory=Plan)
+    _open: Records | None = None
 
     def run(self) -> Run:
         state, folder = self._resumed()
-        with _random_numbers(self.options):
+        with _torch_settings(self.options):
             parts = self._parts()
             records = self._records(folder, state)
             try:
@@ -76,15 +81,16 @@ class _Fitting:
                 records.close()
 
     def _train(self, parts: Parts, records: Records, state: State | None) -> Run:
-        self._records_open = records
+        self._open = records
         records.write_plan(self.plan)
-        goal = Progress(
-            total_steps=self._total_steps(parts),
-            seconds=self.options.seconds,
-            title=str(records.path or "training"),
-            visible=self.options.progress,
+        bar = Progress(
+            self._step_limit(parts.updates_per_pass),
+            total_seconds=self.options.seconds,
+            first_step=state["standing"]["step"] if state else 0,
+            title=records.path.name if records.path else "training",
+            console=None if self.options.progress else Console(quiet=True),
         )
-        with goal as progress:
+        with bar as progress:
             session = Session(parts, records, progress, state)
             why = session.run()
         self.decide("stopped_by", why, f"after {session.at.step} updates and {session.at.passes} epochs")
@@ -106,7 +112,8 @@ class _Fitting:
     def _late(self, name: str, reason: str) -> None:
         """The stepper tells what it took only after its first update."""
         self.decide("capture", name, reason)
-        self._records_open.write_plan(self.plan)
+        if self._open is not None:
+            self._open.write_plan(self.plan)
 
     def _parts(self) -> Parts:
         options = self.options
@@ -116,9 +123,13 @@ class _Fitting:
         for d in found.decisions:
             self.decide(d.name, d.value, d.reason)
         task, loss_name, output = make_task(self.model, source, options, device)
-        self.decide("loss", loss_name, "asked for" if options.loss != "auto" else "follows from the target's type")
+        self.decide(
+            "loss", loss_name, "asked for" if options.loss != "auto" else "follows from the target's type"
+        )
         optimizer = make_optimizer(options, task.module, device=device)
-        settings = {k: v for k, v in optimizer.param_groups[0].items() if k in ("lr", "momentum", "weight_decay")}
+        settings = {
+            k: v for k, v in optimizer.param_groups[0].items() if k in ("lr", "momentum", "weight_decay")
+        }
         self.decide("optimizer", describe_object(type(optimizer)).strip("<>"), f"with {settings}")
         loader = Loader(
             source,
@@ -138,6 +149,11 @@ class _Fitting:
         )
         log_every = options.log_every or max(1, min(per_pass // ROWS_PER_EPOCH, 1000))
         self.decide("log_every", log_every, "updates between metric rows")
+        counts, why = candidates(
+            usable_cores() if device.type == "cpu" else 1, deterministic=options.deterministic
+        )
+        if device.type == "cpu":
+            self.decide("threads", list(counts), why)
         stepper = choose_stepper(
             options,
             task,
@@ -158,6 +174,7 @@ class _Fitting:
             rules=self._rules(steps),
             updates_per_pass=per_pass,
             log_every=log_every,
+            threads=ThreadTrial(counts),
             validation=self._validation_loader(held, device),
             metrics={**usual_metrics(task, output), **options.metrics},
         )
@@ -187,10 +204,7 @@ class _Fitting:
             patience=self.options.early_stop,
         )
 
-    def _total_steps(self, parts: Parts) -> int | None:
-        return self._step_limit(parts.updates_per_pass)
-
-    # --- the folder -------------------------------------------------------------------------------------------
+    # ---- the folder
 
     def _config(self) -> dict[str, Any]:
         model = self.model if isinstance(self.model, str) else describe_object(self.model)
@@ -236,7 +250,9 @@ class _Fitting:
         if records.path is None:
             return
         weights = {k: v for k, v in parts.task.module.state_dict().items() if isinstance(v, torch.Tensor)}
-        checkpoint.write_file(records.path / "model.safetensors", checkpoint.to_bytes(weights, {"format": "pt"}))
+        checkpoint.write_file(
+            records.path / "model.safetensors", checkpoint.to_bytes(weights, {"format": "pt"})
+        )
         records.write_plan(self.plan)
         records.close()
         try:
@@ -269,22 +285,18 @@ def _say_how_to_resume(session: Session, records: Records) -> None:
     if records.path is None:
         text = "stopped after a finished step; nothing was saved, since the run has no folder (out=)"
     else:
-        text = f"stopped and saved at step {session.at.step}; go on with: headrace train --resume {records.path}"
-    warnings.warn(text, stacklevel=2) if False else _echo(text)
-
-
-def _echo(text: str) -> None:
-    from rich.console import Console
-
+        text = (
+            f"stopped and saved at step {session.at.step}; go on with: headrace train --resume {records.path}"
+        )
     Console(stderr=True, soft_wrap=True).print(f"headrace: {text}", highlight=False)
 
 
 @contextmanager
-def _random_numbers(options: FitOptions) -> Iterator[None]:
-    """torch's generators are seeded for the run and given back afterwards; so are the switches for determinism."""
+def _torch_settings(options: FitOptions) -> Iterator[None]:
+    """torch's generators, switches for determinism and threads: set for the run, given back afterwards."""
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
     was = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    benchmark = torch.backends.cudnn.benchmark
+    benchmark, threads = torch.backends.cudnn.benchmark, torch.get_num_threads()
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(options.seed)
         if options.deterministic:
@@ -295,11 +307,4 @@ def _random_numbers(options: FitOptions) -> Iterator[None]:
         finally:
             torch.use_deterministic_algorithms(was[0], warn_only=was[1])
             torch.backends.cudnn.benchmark = benchmark
-
-
-def _refuse_unfinished(options: FitOptions) -> None:
-    if options.cluster is not None:
-        raise OptionError("cluster= is not part of this version")
-
-
-_ = time
+            torch.set_num_threads(threads)

@@ -94,7 +94,9 @@ class GraphStepper:
             first = stretch.start + update * stretch.group
             self.eager._rates = None
             self.eager.set_rates(stretch.rates[update])
-            stretch.losses[update] = self.eager.update(stretch, first, min(first + stretch.group, stretch.stop))
+            stretch.losses[update] = self.eager.update(
+                stretch, first, min(first + stretch.group, stretch.stop)
+            )
 
     def _replay(self, stretch: Stretch, graphs: Graphs, done: int, full: int) -> None:
         self._load(stretch)
@@ -120,7 +122,11 @@ class GraphStepper:
 
     def _graphs_for(self, stretch: Stretch) -> Graphs | None:
         """The graphs for where this buffer lies; None when no way of capturing works."""
-        key = (*(c.data_ptr() for c in stretch.buffer.columns.values()), stretch.batch_size, stretch.accumulate)
+        key = (
+            *(c.data_ptr() for c in stretch.buffer.columns.values()),
+            stretch.batch_size,
+            stretch.accumulate,
+        )
         if key not in self.graphs:
             if len(self.graphs) >= MOST_SLOTS:
                 self.graphs.clear()
@@ -189,7 +195,7 @@ class GraphStepper:
             loss = self.loss(*self.task.prepare(batch))
             if accumulate > 1:
                 loss = loss / accumulate
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             total = loss.detach() if total is None else total + loss.detach()
             self.cursor.add_(len(offsets))
         if self.eager.clip is not None:
@@ -201,7 +207,9 @@ class GraphStepper:
 
 
 def _snapshot(task: TorchTask, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    state = [(s, k, v.clone()) for s in optimizer.state.values() for k, v in s.items() if isinstance(v, Tensor)]
+    state = [
+        (s, k, v.clone()) for s in optimizer.state.values() for k, v in s.items() if isinstance(v, Tensor)
+    ]
     module = [(t, t.detach().clone()) for t in (*task.module.parameters(), *task.module.buffers())]
     return {"optimizer": state, "module": module, "random": torch.cuda.get_rng_state(task.device)}
 

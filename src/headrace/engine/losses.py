@@ -41,7 +41,9 @@ def resolve_loss(loss: str | Loss, target: Column) -> tuple[Loss, str]:
     if not callable(loss):
         raise OptionError(f"loss={loss!r} is neither a name nor a callable loss(output, target)")
     if getattr(loss, "reduction", "mean") == "none":
-        raise OptionError("the loss has reduction='none'; training needs the mean over the batch: reduction='mean'")
+        raise OptionError(
+            "the loss has reduction='none'; training needs the mean over the batch: reduction='mean'"
+        )
     return loss, describe_object(loss).strip("<>")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import itertools
 import math
 import sys
 from collections.abc import Callable
@@ -71,11 +72,13 @@ def linear(input_shape: tuple[int, ...], outputs: int) -> nn.Sequential:
     return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(input_shape), outputs))
 
 
-def mlp(input_shape: tuple[int, ...], outputs: int, hidden: tuple[int, ...] = (512, 512, 512)) -> nn.Sequential:
+def mlp(
+    input_shape: tuple[int, ...], outputs: int, hidden: tuple[int, ...] = (512, 512, 512)
+) -> nn.Sequential:
     """Fully connected with ReLU."""
     widths = [math.prod(input_shape), *hidden]
     layers: list[nn.Module] = [nn.Flatten()] if len(input_shape) != 1 else []
-    for a, b in zip(widths[:-1], widths[1:], strict=True):
+    for a, b in itertools.pairwise(widths):
         layers += [nn.Linear(a, b), nn.ReLU()]
     return nn.Sequential(*layers, nn.Linear(widths[-1], outputs))
 
@@ -127,20 +130,24 @@ def make_model(spec: Any, *, input_shape: tuple[int, ...], outputs: int | None, 
         raise OptionError(f"model={spec!r} is neither a module, a name, path.py:factory, nor a factory")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        module = _call(factory, spec, input_shape, 1 if outputs is None else outputs)
+        module: Any = _call(factory, spec, input_shape, 1 if outputs is None else outputs)
     if not isinstance(module, nn.Module):
         raise ModelError(f"the factory {spec} returned {type(module).__name__}, not a torch.nn.Module")
-    if outputs is None and isinstance(spec, str) and factory is not None and spec.partition(":")[0] in NAMES:
-        module = nn.Sequential(*module.children(), Squeeze())
+    if outputs is None and isinstance(spec, str) and spec.partition(":")[0] in NAMES:
+        return nn.Sequential(*module.children(), Squeeze())
     return module
 
 
 def _named(name: str, argument: str) -> Callable[..., nn.Module]:
-    factory: Callable[..., nn.Module] = {"linear": linear, "mlp": mlp, "lenet": lenet, "resnet9": resnet9}[name]
+    factory: Callable[..., nn.Module] = {"linear": linear, "mlp": mlp, "lenet": lenet, "resnet9": resnet9}[
+        name
+    ]
     if not argument:
         return factory
     if name != "mlp":
-        raise OptionError(f"model {name!r} takes no argument, {argument!r} was given; only mlp does: mlp:256,128")
+        raise OptionError(
+            f"model {name!r} takes no argument, {argument!r} was given; only mlp does: mlp:256,128"
+        )
     try:
         hidden = tuple(int(part) for part in argument.replace("x", ",").split(","))
     except ValueError:

@@ -55,7 +55,9 @@ def make_optimizer(options: FitOptions, module: nn.Module, *, device: torch.devi
     except (TypeError, ValueError) as error:
         raise OptionError(f"optimizer {name} did not take {arguments}: {error}") from error
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise OptionError(f"the factory {name} returned {type(optimizer).__name__}, not a torch.optim.Optimizer")
+        raise OptionError(
+            f"the factory {name} returned {type(optimizer).__name__}, not a torch.optim.Optimizer"
+        )
     return optimizer
 
 
@@ -71,16 +73,21 @@ def _factory(optimizer: str | Callable[..., Any]) -> tuple[Callable[..., torch.o
             raise unknown("optimizer", optimizer, known)
         return known[optimizer.lower()], optimizer.lower()
     if isinstance(optimizer, torch.optim.Optimizer):
-        raise OptionError("optimizer= takes a name, a class or a factory, not an optimizer that is already made")
+        raise OptionError(
+            "optimizer= takes a name, a class or a factory, not an optimizer that is already made"
+        )
     if not callable(optimizer):
         raise OptionError(f"optimizer={optimizer!r} is neither a name nor a factory")
     if inspect.isclass(optimizer):
-        return optimizer, optimizer.__name__.lower()
+        made: Any = optimizer
+        return made, optimizer.__name__.lower()
     return optimizer, describe_object(optimizer)
 
 
 def _keywords(factory: Callable[..., Any]) -> list[str]:
-    return [p.name for p in inspect.signature(factory).parameters.values() if p.name not in ("params", "self")]
+    return [
+        p.name for p in inspect.signature(factory).parameters.values() if p.name not in ("params", "self")
+    ]
 
 
 def _accepts(factory: Callable[..., Any], keyword: str) -> bool:

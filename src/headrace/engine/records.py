@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from headrace.report.progress import Progress
+from headrace.report.files import write_rows
 from headrace.report.recorder import Recorder
 from headrace.report.run_folder import RunFolder
 from headrace.types import Hardware, Plan
@@ -32,13 +32,18 @@ class Records:
         self.rows: list[dict[str, Any]] = []
         self._recorder: Recorder | None = None
         self._started = time.perf_counter() - seconds
-        if folder is not None:
-            if resume_rows is not None:
-                self.rows = folder.read_metrics()[:resume_rows]
-            self._recorder = Recorder(folder, tensorboard=tensorboard, resume_rows=resume_rows)
-            self.notes = list(self._recorder.notes)
-        else:
-            self.notes = []
+        self.notes: list[str] = []
+        """Sentences about what is not recorded, and why."""
+        if folder is None:
+            return
+        step = None
+        if resume_rows is not None:
+            # A row may have been written after the checkpoint at the same step: count rows, not steps.
+            self.rows = folder.read_metrics()[:resume_rows]
+            write_rows(folder.metrics_path, self.rows)
+            step = max((row["step"] for row in self.rows if "step" in row), default=0)
+        self._recorder = Recorder(folder, tensorboard=tensorboard, resume_at_step=step)
+        self.notes = list(self._recorder.notes)
 
     @property
     def path(self) -> Path | None:
@@ -99,6 +104,3 @@ def open_records(
     if hardware is not None:
         folder.write_hardware(hardware)
     return Records(folder, tensorboard=tensorboard)
-
-
-__all__ = ["Progress", "Records", "open_records"]

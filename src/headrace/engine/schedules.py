@@ -144,4 +144,4 @@ def _onecycle(step: int, total: int, values: Mapping[str, Any]) -> float:
         share, a, b = step / top, low, 1.0
     else:
         share, a, b = min(1.0, (step - top) / max(1.0, total - 1 - top)), 1.0, end
-    return b + (a - b) * 0.5 * (1 + math.cos(math.pi * share))
+    return float(b + (a - b) * 0.5 * (1 + math.cos(math.pi * share)))

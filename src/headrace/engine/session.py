@@ -21,13 +21,15 @@ from headrace.engine.loader import Loader
 from headrace.engine.losslog import LossLog, Row
 from headrace.engine.optimizers import base_rates
 from headrace.engine.options import FitOptions
-from headrace.engine.records import Progress, Records
+from headrace.engine.records import Records
 from headrace.engine.schedules import Schedule
 from headrace.engine.signals import GracefulStop
 from headrace.engine.steps import EagerStepper, Stepper, Stretch
 from headrace.engine.stopping import Best, StopRules
 from headrace.engine.task import TorchTask
+from headrace.engine.threads import TRIAL_S, ThreadTrial
 from headrace.errors import CheckpointError, DivergenceError, ModelError, RunFolderError
+from headrace.report.progress import Progress
 from headrace.types import Buffer, State
 
 SLICE_S = 0.1  # how long a stretch runs between two looks at the clock and at signals
@@ -49,6 +51,7 @@ class Parts:
     rules: StopRules
     updates_per_pass: int
     log_every: int
+    threads: ThreadTrial
     validation: Loader | None = None
     metrics: dict[str, Any] = field(default_factory=dict)
 
@@ -90,7 +93,7 @@ class Session:
         if state is not None:
             self.load(state)
 
-    # --- the loop ---------------------------------------------------------------------------------------------
+    # ---- the loop
 
     def run(self) -> str:
         """Train until a rule says stop; returns why. Raises what a signal asked for after saving."""
@@ -102,6 +105,8 @@ class Session:
             while self.stop_reason is None:
                 self._one_pass(graceful)
             self.save(final=True)
+            if self.at.epoch_examples and graceful.received is None and self.parts.validation is not None:
+                self._summarise("end")  # stopped within an epoch: say how good the model is now
         self.interrupted_by = graceful
         return self.stop_reason
 
@@ -117,19 +122,18 @@ class Session:
                 self.at.wait_s += buffer.wait_s
                 now = self.records.seconds
                 self.records.span("data", "wait for buffer", now - buffer.wait_s, now)
-            self._one_buffer(buffer, graceful)
             if self.stop_reason is not None:
+                return
+            if not self._one_buffer(buffer, graceful):
                 return
         self._end_pass()
 
-    def _one_buffer(self, buffer: Buffer, graceful: GracefulStop) -> None:
+    def _one_buffer(self, buffer: Buffer, graceful: GracefulStop) -> bool:
+        """Train on the rest of the buffer; False when a rule or a signal said stop before its end."""
         position = buffer.cursor
         while position < len(buffer.order) and self.stop_reason is None:
             stretch = self.next_stretch(buffer, position)
-            started = time.perf_counter()
-            self.parts.stepper.run(stretch)
-            self._throttle()
-            self._adapt_slice(stretch.updates, time.perf_counter() - started)
+            self._run(stretch)
             position = stretch.stop
             self._account(stretch)
             self.parts.loader.consumed(stretch.stop - stretch.start)
@@ -143,6 +147,7 @@ class Session:
             )
             if self.records.seconds >= self.next_save_s and self.stop_reason is None:
                 self.save()
+        return position == len(buffer.order)
 
     def next_stretch(self, buffer: Buffer, position: int, most: int | None = None) -> Stretch:
         """As many updates as fit before the next row, the end of the buffer, the last step or the slice's end."""
@@ -175,8 +180,18 @@ class Session:
         self.at.step += len(counts)
         self.at.examples += total
 
-    def _adapt_slice(self, updates: int, elapsed_s: float) -> None:
-        wanted = int(updates * SLICE_S / max(elapsed_s, 1e-6))
+    def _run(self, stretch: Stretch) -> None:
+        """Issue the stretch; on a CPU with the number of threads whose turn it is."""
+        threads = self.parts.threads
+        if self.device.type == "cpu" and torch.get_num_threads() != threads.current:
+            torch.set_num_threads(threads.current)
+        started = time.perf_counter()
+        self.parts.stepper.run(stretch)
+        self._throttle()
+        elapsed_s = time.perf_counter() - started
+        if self.at.step > 0:  # the first update pays for everything that is made once
+            threads.observe(stretch.updates, elapsed_s, self.records.seconds)
+        wanted = int(stretch.updates * (TRIAL_S if threads.trying else SLICE_S) / max(elapsed_s, 1e-6))
         self.updates_per_slice = max(1, min(wanted, 4 * self.updates_per_slice))
 
     def _throttle(self) -> None:
@@ -189,7 +204,7 @@ class Session:
         if len(self.in_flight) > 2:
             self.in_flight.pop(0).synchronize()
 
-    # --- rows -------------------------------------------------------------------------------------------------
+    # ---- rows
 
     def _close_row(self) -> None:
         if self.log.filled == 0:
@@ -229,9 +244,20 @@ class Session:
     def _end_pass(self) -> None:
         self._settle()
         self.at.passes += 1
+        loss = self._summarise("epoch")
+        self.at.epoch_loss, self.at.epoch_examples = 0.0, 0
+        self.best.observe(loss)
+        self.parts.schedule.observe(loss)
+        rules = self.parts.rules
+        if self.parts.validation is not None:
+            self.stop_reason = self.stop_reason or rules.after_loss(loss)
+        self.stop_reason = self.stop_reason or rules.after_pass(self.at.passes, self.best)
+
+    def _summarise(self, kind: str) -> float:
+        """A row over the epoch so far, with validation; returns the loss that the stop rules look at."""
         loss = self.at.epoch_loss / max(self.at.epoch_examples, 1)
         row = {
-            "kind": "epoch",
+            "kind": kind,
             "epoch": self.at.passes,
             "step": self.at.step,
             "seconds": self.records.seconds,
@@ -246,15 +272,9 @@ class Session:
             loss = found["loss"]
         self.records.metrics(row)
         self.row_started_s = self.records.seconds
-        self.at.epoch_loss, self.at.epoch_examples = 0.0, 0
-        self.best.observe(loss)
-        self.parts.schedule.observe(loss)
-        rules = self.parts.rules
-        if self.parts.validation is not None:
-            self.stop_reason = self.stop_reason or rules.after_loss(loss)
-        self.stop_reason = self.stop_reason or rules.after_pass(self.at.passes, self.best)
+        return loss
 
-    # --- state ------------------------------------------------------------------------------------------------
+    # ---- state
 
     def state(self) -> State:
         """Everything that the rest of the run depends on."""
@@ -314,7 +334,7 @@ class Session:
         self.next_save_s = self.records.seconds + max(self.parts.options.checkpoint_s, cost / SAVING_SHARE)
         self.records.span("host", "checkpoint", start_s, self.records.seconds)
 
-    # --- divergence -------------------------------------------------------------------------------------------
+    # ---- divergence
 
     def _check(self, row: Row) -> None:
         bad = row.first_bad
@@ -364,7 +384,10 @@ class Session:
             state, _ = checkpoint.load_newest(self.records.path / "state")
         except RunFolderError as error:
             return None, str(error)
-        return state, f"The last good checkpoint, of step {state['standing']['step']}, is in {self.records.path}"
+        return (
+            state,
+            f"The last good checkpoint, of step {state['standing']['step']}, is in {self.records.path}",
+        )
 
     def _replay(self, good: State, bad_step: int) -> tuple[int, str] | None:
         """Repeat the updates since the last good state, the last ones layer by layer."""
@@ -375,7 +398,9 @@ class Session:
                 position = buffer.cursor
                 while position < len(buffer.order) and self.at.step <= bad_step:
                     fast = bad_step - REPLAYED_UPDATES - self.at.step
-                    stretch = self.next_stretch(buffer, position, fast if fast > 0 else bad_step - self.at.step + 1)
+                    stretch = self.next_stretch(
+                        buffer, position, fast if fast > 0 else bad_step - self.at.step + 1
+                    )
                     if fast > 0:
                         self.parts.stepper.run(stretch)
                     else:

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from headrace.engine.losses import resolve_loss, takes_classes
 from headrace.engine.models import make_model
 from headrace.engine.options import FitOptions
+from headrace.engine.residence import resolve_device
 from headrace.engine.split import hold_out
 from headrace.engine.task import TorchTask, check_labels, make_preparation, probe
-from headrace.errors import DataError, DeviceError, OptionError, unknown
+from headrace.errors import DataError, OptionError
 from headrace.source import open_source
 from headrace.source.check import check_finite
 from headrace.types import Column, InMemory, Plan, Source
@@ -25,20 +26,10 @@ LABELS_LOOKED_AT = 100_000  # rows of a source that is not in memory
 
 def choose_device(name: str) -> tuple[torch.device, str]:
     """The device, and why."""
-    if name == "auto":
-        if torch.cuda.is_available():
-            return torch.device("cuda"), "a CUDA device is there"
-        return torch.device("cpu"), "no CUDA device is there"
-    kind, _, number = name.partition(":")
-    if kind not in ("cpu", "cuda"):
-        raise unknown("device", name, ("auto", "cpu", "cuda", "cuda:0"))
-    if kind == "cuda":
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if count == 0:
-            raise DeviceError(f"device={name!r}: this machine has no CUDA device that torch can use; take device='cpu'")
-        if number and (not number.isdigit() or int(number) >= count):
-            raise DeviceError(f"device={name!r}: there are {count} CUDA devices, cuda:0 to cuda:{count - 1}")
-    return torch.device(name), "asked for"
+    device = resolve_device(name)
+    if name != "auto":
+        return device, "asked for"
+    return device, "a CUDA device is there" if device.type == "cuda" else "no CUDA device is there"
 
 
 def open_data(data: Any, options: FitOptions) -> tuple[Source, Source | None, Plan]:
@@ -66,7 +57,9 @@ def _check_values(source: Source, plan: Plan) -> Plan:
     check_finite(source, max_rows=rows)
     if rows is None:
         return plan.with_("checked_rows", len(source), "no NaN and no infinite value in any row")
-    return plan.with_("checked_rows", rows, "no NaN in the first rows; the data is too large to read whole beforehand")
+    return plan.with_(
+        "checked_rows", rows, "no NaN in the first rows; the data is too large to read whole beforehand"
+    )
 
 
 def _rows_within(source: Source, size: int) -> int | None:
@@ -111,16 +104,23 @@ def sample_target(source: Source) -> Tensor:
     return torch.cat([source.read(rows)[name] for rows in ends])
 
 
-def make_task(model: Any, source: Source, options: FitOptions, device: torch.device) -> tuple[TorchTask, str, Any]:
+def make_task(
+    model: Any, source: Source, options: FitOptions, device: torch.device
+) -> tuple[TorchTask, str, Any]:
     """The task, the loss's name, and what the model returned for two rows; all mismatches are found here."""
     target = target_of(source)
     values = sample_target(source)
     loss, loss_name = resolve_loss(options.loss, target)
     inputs = [c for c in source.columns if c.role == "input"]
     if not inputs:
-        raise DataError(f"no input column beside the target {target.name!r}; name one with input= (or --input)")
+        raise DataError(
+            f"no input column beside the target {target.name!r}; name one with input= (or --input)"
+        )
     module = make_model(
-        model, input_shape=inputs[0].shape, outputs=_outputs(target, values, takes_classes(loss)), seed=options.seed
+        model,
+        input_shape=inputs[0].shape,
+        outputs=_outputs(target, values, takes_classes(loss)),
+        seed=options.seed,
     ).to(device)
     preparation = make_preparation(source.columns, loss, module, options.transform)
     task = TorchTask(module, loss, preparation, bf16=options.precision == "bf16")

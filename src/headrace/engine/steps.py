@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from headrace.engine.chain import Chain
 from headrace.engine.optimizers import set_rates
+from headrace.engine.residence import gather
 from headrace.engine.task import TorchTask
-from headrace.source.arrays import take
-from headrace.types import Buffer, Columns
+from headrace.types import Buffer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,18 +60,14 @@ class Stretch:
 class Stepper(Protocol):
     """Runs stretches."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     def run(self, stretch: Stretch) -> None: ...
 
 
 BatchHook = Callable[[Tensor], None]
 """Called with the rows of a batch before its forward; balanced orders listen."""
-
-
-def gather(columns: Columns, index: Tensor) -> Columns:
-    """The rows at ``index`` of every column."""
-    return {name: take(column, index) for name, column in columns.items()}
 
 
 class EagerStepper:
@@ -131,7 +127,7 @@ class EagerStepper:
             loss = self.loss(inputs, target)
             if share != 1.0:
                 loss = loss * share
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             total = loss.detach() if total is None else total + loss.detach()
         assert total is not None
         return total
@@ -161,7 +157,13 @@ class ChainStepper:
     name = "chain"
 
     def __init__(
-        self, task: TorchTask, chain: Chain, optimizer: torch.optim.Optimizer, *, fused: bool, clip: float | None
+        self,
+        task: TorchTask,
+        chain: Chain,
+        optimizer: torch.optim.Optimizer,
+        *,
+        fused: bool,
+        clip: float | None,
     ) -> None:
         self.task = task
         self.chain = chain

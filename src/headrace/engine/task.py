@@ -113,7 +113,9 @@ def probe(task: TorchTask, batch: Columns) -> Any:
             try:
                 output = task.output(inputs)
             except (RuntimeError, TypeError, ValueError, IndexError) as error:
-                raise ModelError(f"the model does not take an input of shape {shapes}: {_first(error)}") from error
+                raise ModelError(
+                    f"the model does not take an input of shape {shapes}: {_first(error)}"
+                ) from error
             try:
                 value = task.loss_of(output, target)
             except (RuntimeError, TypeError, ValueError, IndexError, UserWarning) as error:
