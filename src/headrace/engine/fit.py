@@ -94,6 +94,8 @@ class _Fitting:
             session = Session(parts, records, progress, state)
             why = session.run()
         self.decide("stopped_by", why, f"after {session.at.step} updates and {session.at.passes} epochs")
+        if parts.task.device.type == "cpu" and len(parts.threads.counts) > 1:
+            self.decide("threads", *session.threads_chosen)
         self._finish(parts, records)
         _say_how_to_resume(session, records)
         session.interrupted_by.raise_received()

@@ -14,7 +14,7 @@ from headrace.engine.models import make_model
 from headrace.engine.options import FitOptions
 from headrace.engine.residence import resolve_device
 from headrace.engine.split import hold_out
-from headrace.engine.task import TorchTask, check_labels, make_preparation, probe
+from headrace.engine.task import TorchTask, make_preparation, probe
 from headrace.errors import DataError, OptionError
 from headrace.source import open_source
 from headrace.source.check import check_finite
@@ -125,8 +125,7 @@ def make_task(
     preparation = make_preparation(source.columns, loss, module, options.transform)
     task = TorchTask(module, loss, preparation, bf16=options.precision == "bf16")
     few = {name: column.to(device) for name, column in source.read(range(min(2, len(source)))).items()}
-    output = probe(task, few)
-    check_labels(task, output, values)
+    output = probe(task, few, values)
     _check_trainable(module)
     return task, loss_name, output
 
