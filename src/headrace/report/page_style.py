@@ -46,10 +46,10 @@ DRAW_SCRIPT = """
   const figures = JSON.parse(document.getElementById("figures").textContent);
   const css = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   function coloured(trace, palette) {
-    const colour = palette[trace.series % palette.length];
-    const dash = ["solid", "dash", "dot"][Math.floor(trace.series / palette.length) % 3];
-    const drawn = Object.assign({}, trace, { legendgroup: String(trace.series) });
-    delete drawn.series; delete drawn.band;
+    const colour = palette[trace.ink[0] % palette.length];
+    const dash = ["solid", "dash", "dot"][(trace.ink[1] + Math.floor(trace.ink[0] / palette.length)) % 3];
+    const drawn = Object.assign({}, trace, { legendgroup: trace.ink.join() });
+    delete drawn.ink; delete drawn.band;
     if (trace.error_y) Object.assign(drawn.error_y, { color: css("--ink"), thickness: 1.5, width: 5 });
     if (trace.type === "bar") return Object.assign(drawn, { marker: { color: colour } });
     if (!trace.band) return Object.assign(drawn, { line: { color: colour, width: 2, dash: dash } });
