@@ -208,12 +208,12 @@ def _line_traces(ink: tuple[int, int], series: Series, log_y: bool) -> list[dict
     low, high = _values(series.low), _values(series.high)
     _same_length(series.name, y=y, low=low, high=high)
     if log_y:
-        low = _lift_to_positive(low, y)
+        low = lift_to_positive(low, y)
     band = {"type": "scatter", "mode": "lines", "name": series.name, "x": x, "ink": ink, "band": True}
     return [{**band, "y": low}, {**band, "y": high, "fill": "tonexty"}, line]
 
 
-def _lift_to_positive(low: list[Any], y: list[Any]) -> list[Any]:
+def lift_to_positive(low: list[Any], y: list[Any]) -> list[Any]:
     """A logarithmic axis has no place for bounds ≤ 0; they are drawn at the least positive value shown."""
     floor = min((value for value in [*low, *y] if value is not None and value > 0), default=None)
     return [value if value is None or value > 0 else floor for value in low]
