@@ -87,10 +87,10 @@ def test_a_report_plots_everything_that_was_recorded(tmp_path: Path) -> None:
     assert list(figures) == [
         "Loss over steps",
         "Loss over time",
-        "Accuracy over steps",
-        "Accuracy over time",
-        "Updates over steps",
-        "Updates over time",
+        "Validation accuracy over steps",
+        "Validation accuracy over time",
+        "Validation updates over steps",
+        "Validation updates over time",
         "Learning rate over steps",
         "Examples per second",
         "What each part did",
@@ -103,13 +103,30 @@ def test_a_report_plots_everything_that_was_recorded(tmp_path: Path) -> None:
     assert train["x"] == list(range(1, 21))
     assert train["y"] == [float(f"{1 / step:.7g}") for step in range(1, 21)]
     assert figures["Loss over time"]["traces"][0]["x"] == [step * 0.5 for step in range(1, 21)]
-    assert [trace["name"] for trace in figures["Updates over steps"]["traces"]] == ["cpu 0", "cpu 1"]
+    assert [trace["name"] for trace in figures["Validation updates over steps"]["traces"]] == [
+        "cpu 0",
+        "cpu 1",
+    ]
     assert figures["Examples per second"]["traces"][0]["y"] == pytest.approx([128.0] * 19)
     shares = {trace["name"]: trace["y"] for trace in figures["What each part did"]["traces"]}
     assert shares == {"step": pytest.approx([0.8]), "wait": pytest.approx([0.2])}
     assert figures["Staleness/cpu 0"]["traces"][0]["y"] == [3, 2, 1]
     for sentence in ("there is no compiler", "all 20 steps are done", "50 GFLOP/s", 'model = "mlp"'):
         assert sentence in words
+
+
+def test_validation_is_drawn_beside_training_however_it_is_named(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path)
+    with Recorder(folder, tensorboard=False) as recorder:
+        for step in (1, 2):
+            recorder.metrics({"kind": "train", "step": step, "seconds": step, "loss": 1.0})
+            found = {"loss": 1.5, "validation_loss": 2.0, "validation_accuracy": 0.25}
+            recorder.metrics({"kind": "epoch", "step": step, "seconds": step, **found})
+    figures, words = figures_and_words(write_report([tmp_path]))
+    losses = {trace["name"]: trace["y"] for trace in figures["Loss over steps"]["traces"]}
+    assert losses == {"train": [1, 1], "epoch": [1.5, 1.5], "validation": [2, 2]}
+    assert [trace["y"] for trace in figures["Validation accuracy over time"]["traces"]] == [[0.25, 0.25]]
+    assert "loss 2, accuracy 0.25" in words
 
 
 def test_runs_side_by_side_share_plots_and_show_what_differs(tmp_path: Path) -> None:

@@ -20,6 +20,8 @@ MOST_POINTS = 400
 """A curve of more points is drawn as `SMOOTHED_POINTS` means."""
 SMOOTHED_POINTS = 150
 """Few enough that the noise of single steps averages out, many enough for a half-screen plot."""
+INVISIBLE = 0.01
+"""The height of a band, as a share of the plot's, that nobody would see."""
 SPEED_INTERVALS = 120
 LOGARITHMIC_FROM = 50.0
 """The ratio of the greatest to the least value above which a linear axis hides the small ones; a guess."""
@@ -103,14 +105,11 @@ def drawn(name: str, whole: Curve, group: int | None = None) -> Series:
         return Series(name, whole.x, whole.y, group=group)
     edges = np.linspace(0, len(whole), SMOOTHED_POINTS + 1).astype(int)[:-1]
     counts = np.diff([*edges, len(whole)])
-    return Series(
-        name,
-        np.add.reduceat(whole.x, edges) / counts,
-        np.add.reduceat(whole.y, edges) / counts,
-        low=np.minimum.reduceat(whole.y, edges),
-        high=np.maximum.reduceat(whole.y, edges),
-        group=group,
-    )
+    x, y = (np.add.reduceat(values, edges) / counts for values in (whole.x, whole.y))
+    low, high = np.minimum.reduceat(whole.y, edges), np.maximum.reduceat(whole.y, edges)
+    if np.all(high - low <= INVISIBLE * np.ptp(whole.y)):
+        return Series(name, x, y, group=group)
+    return Series(name, x, y, low=low, high=high, group=group)
 
 
 def wants_log(curves: Sequence[Curve]) -> bool:

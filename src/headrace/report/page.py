@@ -97,11 +97,15 @@ class Page:
         log_x: bool = False,
         log_y: bool = False,
         caption: str = "",
+        y_range: tuple[float, float] | None = None,
     ) -> None:
         """A line plot; a series with ``low`` and ``high`` gets a shaded interval."""
         inks = _inks([one.group for one in series])
         traces = [t for one, ink in zip(series, inks, strict=True) for t in _line_traces(ink, one, log_y)]
         axes = {"x": _axis(x_label, log_x), "y": _axis(y_label, log_y)}
+        y_range = y_range or _range_of_constant(traces)
+        if y_range and not log_y:
+            axes["y"]["range"] = list(y_range)
         self._plot(title, [one.name for one in series], traces, axes, caption)
 
     def bars(
@@ -211,6 +215,14 @@ def _line_traces(ink: tuple[int, int], series: Series, log_y: bool) -> list[dict
         low = lift_to_positive(low, y)
     band = {"type": "scatter", "mode": "lines", "name": series.name, "x": x, "ink": ink, "band": True}
     return [{**band, "y": low}, {**band, "y": high, "fill": "tonexty"}, line]
+
+
+def _range_of_constant(traces: Sequence[dict[str, Any]]) -> tuple[float, float] | None:
+    """A constant is shown above zero, on an axis of its own size; left alone, it would seem to be zero."""
+    values = {value for trace in traces for value in trace["y"] if value is not None}
+    if len(values) != 1 or not (value := float(values.pop())) > 0:
+        return None
+    return 0.0, 2 * value
 
 
 def lift_to_positive(low: list[Any], y: list[Any]) -> list[Any]:

@@ -32,7 +32,9 @@ th, td { padding: .35rem .9rem .35rem 0; vertical-align: top; }
 td { border-bottom: 1px solid var(--rule); } .number { text-align: right; }
 .plots { display: grid; gap: 1.5rem 1.75rem; margin: 1rem 0;
   grid-template-columns: repeat(auto-fit, minmax(min(100%, 460px), 1fr)); }
-figure { margin: 0; min-width: 0; } figcaption p { color: var(--soft); font-size: .9rem; margin: .1rem 0; }
+figure { margin: 0; min-width: 0;
+  display: flex; flex-direction: column; justify-content: space-between; }
+figcaption p { color: var(--soft); font-size: .9rem; margin: .1rem 0; }
 .plot { height: 340px; }
 details { margin: .8rem 0; } summary { cursor: pointer; }
 .note { border-left: 4px solid var(--rule); background: var(--panel); padding: .5rem .9rem; margin: .8rem 0; }
@@ -58,7 +60,7 @@ DRAW_SCRIPT = """
   }
   function axis(given) {
     return Object.assign({ gridcolor: css("--rule"), zerolinecolor: css("--rule"), linecolor: css("--rule"),
-      automargin: true, nticks: 7, exponentformat: "power" }, given,
+      automargin: true, nticks: 7, exponentformat: "power", minexponent: 5, separatethousands: true }, given,
       { title: { text: given.title, font: { size: 13 }, standoff: 8 } });
   }
   function draw() {

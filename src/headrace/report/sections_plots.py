@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from headrace.report.curves import (
-    MOST_POINTS,
     Curve,
     curve,
     drawn,
@@ -21,6 +20,8 @@ from headrace.report.time_shares import is_wait, lane_shares, waiting_over_time
 
 MOST_SERIES = 12
 """Of one plot; more cannot be told apart."""
+VALIDATION = "validation_"
+"""A measurement of this prefix is drawn beside the one without it."""
 SPEED_KEYS = ("examples_per_s", "steps_per_s")
 
 MEANINGS = {
@@ -49,12 +50,13 @@ class Drawn:
     name: str
     curve: Curve
     run: int
+    is_validation: bool = False
 
 
 def add_metrics(page: Page, runs: Runs) -> None:
     """Every measurement over steps and over time, the loss first; the learning rate over steps alone."""
-    keys = list(dict.fromkeys(key for run in runs for key in measurements(run.rows)))
-    keys = [key for key in keys if key not in SPEED_KEYS]
+    names = (key.removeprefix(VALIDATION) for run in runs for key in measurements(run.rows))
+    keys = [key for key in dict.fromkeys(names) if key not in SPEED_KEYS]
     if not keys:
         return
     page.heading("Loss and metrics")
@@ -62,14 +64,15 @@ def add_metrics(page: Page, runs: Runs) -> None:
         for x_key, word, x_label in X_AXES[:1] if key == "lr" else X_AXES:
             curves = list(_curves(runs, x_key, key))
             caption = MEANINGS.get(key, "") if x_key == "step" else None
-            _add_plot(page, f"{_title(key)} over {word}", curves, x_label, _words(key), caption)
+            is_validation = all(one.is_validation for one in curves)
+            title = _title(f"{VALIDATION}{key}" if is_validation else key)
+            _add_plot(page, f"{title} over {word}", curves, x_label, _words(key), caption)
 
 
 def add_speed(page: Page, runs: Runs) -> None:
-    """Examples per second, as recorded or from the counts in the rows."""
+    """Examples per second from the counts in the rows, which is steadier than what each row says of itself."""
     recorded = {key: list(_curves(runs, "seconds", key)) for key in SPEED_KEYS}
-    if not recorded["examples_per_s"]:
-        recorded["examples_per_s"] = list(_counted_speeds(runs))
+    recorded["examples_per_s"] = list(_counted_speeds(runs)) or recorded["examples_per_s"]
     if not any(recorded.values()):
         return
     page.heading("Throughput")
@@ -100,7 +103,8 @@ def add_waiting(page: Page, runs: Runs) -> None:
     page.bars("What each part did", labels, series, y_label="share of time", stacked=True, caption=told)
     told = "Near 0 is good for the device. A rise tells when something began to be short."
     waits = list(_waits(runs))
-    _add_plot(page, "Waiting over time", waits, TIME_LABEL, "share of time waited", told, log_y=False)
+    share = (0.0, 1.0)
+    _add_plot(page, "Waiting over time", waits, TIME_LABEL, "share of time waited", told, y_range=share)
     page.html("<p>Open a run's <code>timeline.json</code> in Perfetto to see every span.</p>")
 
 
@@ -135,26 +139,30 @@ def add_histograms(page: Page, runs: Runs) -> None:
 
 
 def _curves(runs: Runs, x_key: str, key: str) -> Iterator[Drawn]:
-    """One curve for each run, kind and nested entry that has ``key``."""
+    """One curve for each run, kind and nested entry that has ``key``, and for its validation."""
     kinds = {kind for run in runs for kind in run.kinds if key in measurements(run.of_kind(kind))}
     for number, run in enumerate(runs):
         for kind in run.kinds:
             rows = run.of_kind(kind)
-            for entry in measurements(rows).get(key, []):
-                found = curve(rows, x_key, key, entry)
-                if len(found):
-                    yield Drawn(
-                        _label(runs, run, kind if len(kinds) > 1 else "", entry) or kind, found, number
-                    )
+            found = measurements(rows)
+            told = kind if len(kinds) > 1 else ""
+            sources = [(key, told, entry) for entry in found.get(key, [])]
+            sources += [
+                (f"{VALIDATION}{key}", "validation", entry) for entry in found.get(VALIDATION + key, [])
+            ]
+            for source, told, entry in sources:
+                one = curve(rows, x_key, source, entry)
+                if len(one):
+                    is_validation = "validation" in (kind, told)
+                    yield Drawn(_label(runs, run, told, entry) or kind, one, number, is_validation)
 
 
 def _counted_speeds(runs: Runs) -> Iterator[Drawn]:
-    kinds = {kind for run in runs for kind in run.kinds if kind != "validation"}
+    """From the training rows where there are some, else from all."""
     for number, run in enumerate(runs):
-        for kind in run.kinds:
-            found = throughput(run.of_kind(kind)) if kind in kinds else None
-            if found is not None and len(found):
-                yield Drawn(_label(runs, run, kind if len(kinds) > 1 else "") or kind, found, number)
+        found = throughput(run.of_kind("train") or run.rows)
+        if len(found):
+            yield Drawn(run.name, found, number)
 
 
 def _waits(runs: Runs) -> Iterator[Drawn]:
@@ -171,6 +179,7 @@ def _add_plot(
     y_label: str,
     meaning: str | None,
     log_y: bool | None = None,
+    y_range: tuple[float, float] | None = None,
 ) -> None:
     """``meaning`` None: no caption, the plot beside it has the same. ``log_y`` None: as the values ask."""
     if not curves:
@@ -179,13 +188,13 @@ def _add_plot(
     told = [meaning] if meaning else []
     if len(curves) > len(shown):
         told.append(f"The first {len(shown)} of {len(curves)} curves are drawn.")
-    if any(len(one.curve) > MOST_POINTS for one in shown):
-        told.append("Lines are means of neighbouring rows; bands reach from the least to the greatest.")
     is_shared = len({one.run for one in shown}) > 1
     series = [drawn(one.name, one.curve, one.run if is_shared else None) for one in shown]
-    is_log = wants_log([one.curve for one in shown]) if log_y is None else log_y
+    if any(one.low is not None for one in series):
+        told.append("Lines are means of neighbouring rows; bands reach from the least to the greatest.")
+    is_log = wants_log([one.curve for one in shown]) if log_y is None and y_range is None else bool(log_y)
     caption = "" if meaning is None else " ".join(told)
-    page.lines(title, series, x_label, y_label, log_y=is_log, caption=caption)
+    page.lines(title, series, x_label, y_label, log_y=is_log, caption=caption, y_range=y_range)
 
 
 def _label(runs: Runs, run: RunData, *parts: str) -> str:
@@ -194,12 +203,15 @@ def _label(runs: Runs, run: RunData, *parts: str) -> str:
 
 
 def _words(key: str) -> str:
-    known = {
-        "lr": "learning rate",
-        "examples_per_s": "examples per second",
-        "steps_per_s": "steps per second",
-    }
-    return known.get(key, key.replace("_", " "))
+    """A key as words, with its unit: wait_s becomes wait (s)."""
+    if key == "lr":
+        return "learning rate"
+    if key.endswith("_per_s"):
+        return key.removesuffix("_per_s").replace("_", " ") + " per second"
+    for suffix, unit in (("_s", "s"), ("_bytes", "bytes")):
+        if key.endswith(suffix):
+            return f"{key.removesuffix(suffix).replace('_', ' ')} ({unit})"
+    return key.replace("_", " ")
 
 
 def _title(key: str) -> str:
