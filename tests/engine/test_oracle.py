@@ -21,7 +21,10 @@ _spec.loader.exec_module(oracle)
 
 RULES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "sgd": ({"optimizer": "sgd", "lr": 0.3}, {"rule": "sgd", "lr": 0.3}),
-    "decay": ({"optimizer": "sgd", "lr": 0.3, "weight_decay": 0.01}, {"rule": "sgd", "lr": 0.3, "decay": 0.01}),
+    "decay": (
+        {"optimizer": "sgd", "lr": 0.3, "weight_decay": 0.01},
+        {"rule": "sgd", "lr": 0.3, "decay": 0.01},
+    ),
     "momentum": (
         {"optimizer": "sgd", "lr": 0.1, "momentum": 0.9},
         {"rule": "sgd", "lr": 0.1, "momentum": 0.9},
@@ -48,7 +51,9 @@ EXTRAS: dict[str, list[dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize(("capture", "extra"), [(c, e) for c, extras in EXTRAS.items() for e in extras], ids=str)
+@pytest.mark.parametrize(
+    ("capture", "extra"), [(c, e) for c, extras in EXTRAS.items() for e in extras], ids=str
+)
 def test_losses_and_weights_equal_the_oracle(rule: str, capture: str, extra: dict[str, Any]) -> None:
     options, arguments = RULES[rule]
     x, y = data()
@@ -68,7 +73,9 @@ def test_losses_and_weights_equal_the_oracle(rule: str, capture: str, extra: dic
 
 def test_the_epoch_row_is_the_mean_over_examples() -> None:
     x, y = data()
-    run = hr.fit(network(), (torch.from_numpy(x), y), lr=0.1, epochs=1, batch_size=16, log_every=5, progress=False)
+    run = hr.fit(
+        network(), (torch.from_numpy(x), y), lr=0.1, epochs=1, batch_size=16, log_every=5, progress=False
+    )
     rows = [row for row in run.metrics if row["kind"] == "train"]
     sizes = np.diff([0, *(row["examples"] for row in rows)])
     expected = float(np.average([row["loss"] for row in rows], weights=sizes))
