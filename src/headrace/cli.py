@@ -148,6 +148,23 @@ def doctor() -> None:
         raise typer.Exit(1)
 
 
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Run folders; several are shown side by side.")],
+    out: Annotated[
+        Path | None, typer.Option(help="The page; by default report.html in the run, or here for several.")
+    ] = None,
+    show: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
+) -> None:
+    """Write a page about one run, or about several side by side."""
+    from headrace.report.build import write_report
+
+    page = write_report(runs, out)
+    typer.echo(f"report: {page}")
+    if show:
+        typer.launch(page.resolve().as_uri())
+
+
 def main() -> None:
     """Run the command line and turn exceptions into sentences and exit codes."""
     from headrace.errors import DivergenceError, HeadraceError, UsageError

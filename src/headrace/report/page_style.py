@@ -22,6 +22,8 @@ p, li { max-width: 75ch; } p { margin: .6rem 0; }
 a { color: inherit; }
 code { font-family: ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace; font-size: .92em;
   background: var(--panel); padding: .1em .3em; border-radius: 3px; overflow-wrap: anywhere; }
+pre { overflow-x: auto; background: var(--panel); padding: .8rem 1rem; border-radius: 4px; }
+pre code { background: none; padding: 0; }
 .scroll { overflow-x: auto; margin: 1rem 0; }
 table { border-collapse: collapse; font-size: .94rem; font-variant-numeric: tabular-nums; }
 caption { text-align: left; color: var(--soft); font-size: .92rem; padding-bottom: .4rem; }
