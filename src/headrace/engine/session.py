@@ -19,7 +19,7 @@ from headrace.engine.diagnose import first_bad_layer
 from headrace.engine.evaluate import evaluate
 from headrace.engine.loader import Loader
 from headrace.engine.losslog import LossLog, Row
-from headrace.engine.optimizers import base_rates
+from headrace.engine.optimizers import base_rates, match_strides
 from headrace.engine.options import FitOptions
 from headrace.engine.records import Records
 from headrace.engine.schedules import Schedule
@@ -321,6 +321,7 @@ class Session:
         self.parts.optimizer.load_state_dict(state["optimizer"])
         for group, lr in zip(self.parts.optimizer.param_groups, lrs, strict=True):
             group["lr"] = lr
+        match_strides(self.parts.optimizer)
         self.base_rates = [float(rate) for rate in state["base_rates"]]
         self.parts.schedule.load_state_dict(state["schedule"])
         self.parts.loader.load_state_dict(state["loader"])
