@@ -28,7 +28,9 @@ def infer(words, counts, rows, alpha, *, tol=1e-3, max_iter=100, start=1.0, eps=
         last = gamma
         e = link(gamma, collapsed) / link(gamma.sum(), collapsed)
         share = counts / (e @ b + eps)
-        gamma = np.array([alpha[k] + e[k] * sum(share[w] * b[k, w] for w in range(len(words))) for k in range(k_topics)])
+        gamma = np.array(
+            [alpha[k] + e[k] * sum(share[w] * b[k, w] for w in range(len(words))) for k in range(k_topics)]
+        )
         if np.abs(gamma - last).mean() < tol:
             break
     e = link(gamma, collapsed) / link(gamma.sum(), collapsed)
@@ -60,8 +62,10 @@ def bound(documents, components, gammas, alpha, eta):
     def dirichlet(prior, distribution, expectation):
         return (
             np.sum((prior - distribution) * expectation)
-            + np.sum(gammaln(distribution)) - np.sum(gammaln(prior))
-            + gammaln(np.sum(prior)) - gammaln(distribution.sum())
+            + np.sum(gammaln(distribution))
+            - np.sum(gammaln(prior))
+            + gammaln(np.sum(prior))
+            - gammaln(distribution.sum())
         )
 
     alpha = np.asarray(alpha, dtype=np.float64)

@@ -5,9 +5,9 @@ rows of the topics that these documents use, infers each document, and returns t
 then adds to the shared topics with `apply`. The copy serves twice: the statistics are multiplied by the same
 rows that the inference used, whatever other threads write meanwhile.
 
-Layout. Topics are V × K float32, K padded to a multiple of 16 with zeros in the rows' use (`rows`). A document
-is copied topic by topic, K × n words, n padded to 16: both products of an iteration then run along words or
-sum along words, and a topic can be left out of the work without moving anything.
+Layout. Topics are V × K float32, K padded to a multiple of 16 with zeros in the rows' use (`rows`). A
+document is copied topic by topic, K × n words, n padded to 16: both products of an iteration then run along
+words or sum along words, and a topic can be left out of the work without moving anything.
 
 Topics leave. A topic whose share of a document falls below `DROP` words stops being computed; when the
 document has converged, all topics left out are computed once, and if one holds more than `REVIVE` words the
@@ -22,8 +22,8 @@ Everything is float32; sums over a document's words are short, so the result dif
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from headrace.topics.compiled import jit
 from headrace.topics.vector import (
     add,
     digamma_base,
@@ -49,12 +49,12 @@ NOTHING = np.float32(1e-30)
 """A floor under every sum that is divided by: far below any share, above float32's denormals."""
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
-def localise(indptr, indices, first, last, slot, words, locs):  # type: ignore[no-untyped-def]
+@jit
+def localise(indptr, indices, first, last, slot, words, locs):
     """Number the distinct words of documents first..last; returns how many there are.
 
-    ``slot`` (V, all −1 before and after) maps word → local number, ``words`` the other way, and ``locs`` holds
-    the local number of every entry of the documents.
+    ``slot`` (V, all −1 before and after) maps word → local number, ``words`` the other way, and ``locs``
+    holds the local number of every entry of the documents.
     """
     used = 0
     start = indptr[first]
@@ -70,35 +70,35 @@ def localise(indptr, indices, first, last, slot, words, locs):  # type: ignore[n
     return used
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
-def fill_rows(excess, scale, prior, inverse, words, used, width, collapsed, eps, rows, floors):  # type: ignore[no-untyped-def]
+@jit
+def fill_rows(excess, scale, prior, inverse, words, used, width, collapsed, eps, rows, floors, scales):
     """The rows of exp(E[log β]) of the given words, each divided by its largest element.
 
     λ = prior + scale × excess; ``inverse`` holds 1 / exp(ψ(Σ_v λ_vk)) (collapsed: 1 / Σ_v λ_vk), zero in the
-    padding. The power of e is shifted by the row's smallest, so that no row underflows to zeros. ``floors`` is
-    eps divided by what the row was divided by: the constant that scikit-learn adds to every word's sum, in the
-    row's own units.
+    padding. The power of e is shifted by the row's smallest, so that no row underflows to zeros. ``scales``
+    is the logarithm of what the row was divided by, and ``floors`` is eps in units of it: the constant that
+    scikit-learn adds to every word's sum.
     """
-    scales, priors, minus = splat(np.float32(scale)), splat(np.float32(prior)), splat(np.float32(-1.0))
+    times, priors, minus = splat(np.float32(scale)), splat(np.float32(prior)), splat(np.float32(-1.0))
     for u in range(used):
         at, to = words[u] * width, u * width
         top = splat(np.float32(0.0))
         shift = np.float32(0.0)
         if collapsed:
             for k in range(0, width, 16):
-                value = mul(fma(scales, load(excess, at + k), priors), load(inverse, k))
+                value = mul(fma(times, load(excess, at + k), priors), load(inverse, k))
                 store(rows, to + k, value)
                 top = larger(top, value)
         else:
             least = splat(np.float32(-3e38))
             for k in range(0, width, 16):
-                value = fma(scales, load(excess, at + k), priors)
+                value = fma(times, load(excess, at + k), priors)
                 # In the padding excess is zero, so its power is that of the prior: the largest there is.
                 least = larger(least, mul(minus, digamma_power(value)))
             shift = -largest(least)
             shifts = splat(shift)
             for k in range(0, width, 16):
-                value = fma(scales, load(excess, at + k), priors)
+                value = fma(times, load(excess, at + k), priors)
                 power = exp(fma(minus, digamma_power(value), shifts))
                 value = mul(mul(digamma_base(value), power), load(inverse, k))
                 store(rows, to + k, value)
@@ -107,11 +107,12 @@ def fill_rows(excess, scale, prior, inverse, words, used, width, collapsed, eps,
         factor = splat(np.float32(1.0) / largest_value)
         for k in range(0, width, 16):
             store(rows, to + k, mul(load(rows, to + k), factor))
-        floors[u] = np.float32(min(eps / (np.float64(largest_value) * np.exp(-np.float64(shift))), 1e30))
+        scales[u] = np.log(largest_value) - shift
+        floors[u] = np.float32(min(eps * np.exp(-np.float64(scales[u])), 1e30))
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
-def _shares(block, offsets, e, live, floor, count, share, padded):  # type: ignore[no-untyped-def]
+@jit
+def _shares(block, offsets, e, live, floor, count, share, padded):
     """share_w = count_w / (floor_w + Σ_k e_k B_wk), for 32 words at a time."""
     for w in range(0, padded - 16, 32):
         a, b = load(floor, w), load(floor, w + 16)
@@ -132,8 +133,8 @@ def _shares(block, offsets, e, live, floor, count, share, padded):  # type: igno
         store(share, w, div(load(count, w), add(a, c)))
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
-def _sums(block, offsets, live, share, padded, sums):  # type: ignore[no-untyped-def]
+@jit
+def _sums(block, offsets, live, share, padded, sums):
     """sums_k = Σ_w share_w B_wk, four topics at a time."""
     for i in range(0, live, 4):
         p, q, r, s = offsets[i], offsets[i + 1], offsets[i + 2], offsets[i + 3]
@@ -145,8 +146,8 @@ def _sums(block, offsets, live, share, padded, sums):  # type: ignore[no-untyped
         store_totals(sums, i, a, b, c, d)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
-def _powers(gamma, mask, e, live, collapsed):  # type: ignore[no-untyped-def]
+@jit
+def _powers(gamma, mask, e, live, collapsed):
     """e_k = exp(ψ(γ_k)) (collapsed: γ_k), zero in the padding."""
     minus = splat(np.float32(-1.0))
     for i in range(0, live, 16):
@@ -156,8 +157,8 @@ def _powers(gamma, mask, e, live, collapsed):  # type: ignore[no-untyped-def]
         store(e, i, mul(g, load(mask, i)))
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
-def _select(topics, live, stride, alpha, full, offsets, gamma, prior, mask, sums):  # type: ignore[no-untyped-def]
+@jit
+def _select(topics, live, stride, alpha, full, offsets, gamma, prior, mask, sums):
     """Put the first ``live`` of ``topics`` into the working arrays, padded to a multiple of 16."""
     for i in range((live + 15) // 16 * 16):
         used = i < live
@@ -169,12 +170,14 @@ def _select(topics, live, stride, alpha, full, offsets, gamma, prior, mask, sums
         sums[i] = np.float32(0.0)
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
-def _infer(block, stride, padded, k_topics, alpha, full, tol, max_iter, collapsed, ints, work, floor, count, share):  # type: ignore[no-untyped-def]
+@jit
+def _infer(
+    block, stride, padded, k_topics, alpha, full, tol, max_iter, collapsed, ints, work, floor, count, share
+):
     """Iterate one document to convergence. ``full`` is γ, in and out; returns (live topics, iterations).
 
-    Afterwards ``ints[0]`` names the live topics, ``ints[1]`` their offsets, ``work[1]`` their e, ``share`` the
-    words' shares under that e.
+    Afterwards ``ints[0]`` names the live topics, ``ints[1]`` their offsets, ``work[1]`` their e, ``share``
+    the words' shares under that e.
     """
     topics, offsets = ints[0], ints[1]
     gamma, e, prior, mask, sums = work[0], work[1], work[2], work[3], work[4]
@@ -232,8 +235,8 @@ def _infer(block, stride, padded, k_topics, alpha, full, tol, max_iter, collapse
     return live, rounds
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
-def _revived(block, stride, topics, live, k_topics, full, collapsed, share, padded, offsets, work):  # type: ignore[no-untyped-def]
+@jit
+def _revived(block, stride, topics, live, k_topics, full, collapsed, share, padded, offsets, work):
     """Whether a topic that was left out would take more than `REVIVE` words if it were let in."""
     out = k_topics - live
     gamma, e, mask, sums = work[5], work[6], work[7], work[8]
@@ -244,14 +247,11 @@ def _revived(block, stride, topics, live, k_topics, full, collapsed, share, padd
         mask[i] = np.float32(1.0) if i < out else np.float32(0.0)
     _powers(gamma, mask, e, out, collapsed)
     _sums(block, offsets, out, share, padded, sums)
-    for i in range(out):
-        if e[i] * sums[i] > REVIVE:
-            return True
-    return False
+    return any(e[i] * sums[i] > REVIVE for i in range(out))
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
-def learn(  # type: ignore[no-untyped-def]
+@jit
+def learn(
     indptr, counts, first, last, locs, rows, floors, width, alpha, start, tol, max_iter, collapsed,
     stats, gammas, want_stats, ints, work, block, lines,
 ):  # fmt: skip
@@ -287,7 +287,8 @@ def learn(  # type: ignore[no-untyped-def]
         for k in range(k_topics):
             full[k] = start if start > 0 else gammas[doc - first, k]
         live, used = _infer(
-            block, padded, padded, k_topics, alpha, full, tol, max_iter, collapsed, ints, work, floor, count, share
+            block, padded, padded, k_topics, alpha, full, tol, max_iter, collapsed, ints, work, floor, count,
+            share
         )  # fmt: skip
         rounds += used
         for k in range(k_topics):
@@ -301,8 +302,8 @@ def learn(  # type: ignore[no-untyped-def]
     return rounds
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
-def apply(excess, words, used, width, stats, factor, column):  # type: ignore[no-untyped-def]
+@jit
+def apply(excess, words, used, width, stats, factor, column):
     """excess[word] += factor × stats for the words used, without a lock; ``column`` gets the sums."""
     times = splat(np.float32(factor))
     column[:] = 0.0
@@ -312,3 +313,22 @@ def apply(excess, words, used, width, stats, factor, column):  # type: ignore[no
             store(excess, at + k, fma(times, load(stats, to + k), load(excess, at + k)))
         for k in range(width):
             column[k] += stats[to + k]
+
+
+@jit
+def word_likelihood(indptr, counts, first, last, locs, rows, scales, width, powers):
+    """Σ over documents first..last of count × log(scale_w Σ_k powers_dk rows_wk), in float64.
+
+    With ``powers`` = exp(E[log θ]) this is the words' part of the bound; with ``powers`` = E[θ] and rows of
+    E[β] it is the log likelihood of the words. ``scales`` holds the logarithm of what each row was divided
+    by.
+    """
+    base, value = indptr[first], 0.0
+    for doc in range(first, last):
+        for i in range(indptr[doc], indptr[doc + 1]):
+            u = locs[i - base]
+            inner = splat(np.float32(0.0))
+            for k in range(0, width, 16):
+                inner = fma(load(powers, (doc - first) * width + k), load(rows, u * width + k), inner)
+            value += counts[i] * (np.log(np.float64(total(inner)) + 1e-300) + scales[u])
+    return value

@@ -24,7 +24,7 @@ _FLOAT, _INT = ir.FloatType(), ir.IntType(32)
 _VECTOR, _INTS = ir.VectorType(_FLOAT, WIDTH), ir.VectorType(_INT, WIDTH)
 
 
-class Lanes(types.Type):  # type: ignore[misc]
+class Lanes(types.Type):
     """The numba type of sixteen float32 lanes."""
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ LANES = Lanes()
 
 
 @register_model(Lanes)
-class _LanesModel(models.PrimitiveModel):  # type: ignore[misc]
+class _LanesModel(models.PrimitiveModel):
     def __init__(self, manager: Any, frontend: Any) -> None:
         super().__init__(manager, frontend, _VECTOR)
 
@@ -64,7 +64,7 @@ def _shuffle(builder: Any, a: Any, b: Any, lanes: list[int]) -> Any:
     return builder.shuffle_vector(a, b, mask)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def load(typing: Any, flat: Any, start: Any) -> Any:
     """The sixteen elements of ``flat`` from ``start``."""
 
@@ -75,7 +75,7 @@ def load(typing: Any, flat: Any, start: Any) -> Any:
     return LANES(flat, types.intp), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def store(typing: Any, flat: Any, start: Any, value: Any) -> Any:
     """Write sixteen elements of ``flat`` from ``start``."""
 
@@ -87,7 +87,7 @@ def store(typing: Any, flat: Any, start: Any, value: Any) -> Any:
     return types.void(flat, types.intp, LANES), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def splat(typing: Any, value: Any) -> Any:
     """Sixteen times the same number."""
 
@@ -98,31 +98,31 @@ def splat(typing: Any, value: Any) -> Any:
     return LANES(types.float32), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def fma(typing: Any, a: Any, b: Any, c: Any) -> Any:
     """a × b + c."""
     return LANES(LANES, LANES, LANES), lambda context, builder, signature, args: _fma(builder, *args)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def add(typing: Any, a: Any, b: Any) -> Any:
     """a + b."""
     return LANES(LANES, LANES), lambda context, builder, signature, args: builder.fadd(*args)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def mul(typing: Any, a: Any, b: Any) -> Any:
     """a × b."""
     return LANES(LANES, LANES), lambda context, builder, signature, args: builder.fmul(*args)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def div(typing: Any, a: Any, b: Any) -> Any:
     """a ÷ b."""
     return LANES(LANES, LANES), lambda context, builder, signature, args: builder.fdiv(*args)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def distance(typing: Any, a: Any, b: Any) -> Any:
     """|a − b|."""
 
@@ -132,7 +132,7 @@ def distance(typing: Any, a: Any, b: Any) -> Any:
     return LANES(LANES, LANES), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def larger(typing: Any, a: Any, b: Any) -> Any:
     """The larger of a and b, lane by lane."""
     return LANES(LANES, LANES), lambda context, builder, signature, args: _call(builder, "maxnum", *args)
@@ -146,7 +146,7 @@ def _fold(builder: Any, value: Any, combine: Any) -> Any:
     return builder.extract_element(value, ir.Constant(_INT, 0))
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def total(typing: Any, a: Any) -> Any:
     """The sum of the lanes."""
 
@@ -156,7 +156,7 @@ def total(typing: Any, a: Any) -> Any:
     return types.float32(LANES), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def largest(typing: Any, a: Any) -> Any:
     """The largest lane."""
 
@@ -166,7 +166,7 @@ def largest(typing: Any, a: Any) -> Any:
     return types.float32(LANES), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def store_totals(typing: Any, flat: Any, start: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
     """``flat[start : start + 4]`` = the sums of the lanes of a, b, c and d."""
 
@@ -182,7 +182,7 @@ def store_totals(typing: Any, flat: Any, start: Any, a: Any, b: Any, c: Any, d: 
         # Now lanes 4i to 4i + 3 hold four partial sums of source i.
         for _ in range(2):
             width = x.type.count
-            even = [lane for lane in range(0, width, 2)]
+            even = list(range(0, width, 2))
             x = builder.fadd(
                 _shuffle(builder, x, x, even), _shuffle(builder, x, x, [lane + 1 for lane in even])
             )
@@ -207,7 +207,7 @@ def _exp(builder: Any, x: Any) -> Any:
     return builder.fmul(p, builder.bitcast(shifted, _VECTOR))
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def exp(typing: Any, a: Any) -> Any:
     """e^a for a ≤ 0; below −87 the result stays at e^−87 ≈ 1.6e-38."""
 
@@ -222,7 +222,7 @@ def exp(typing: Any, a: Any) -> Any:
 # With p = x (x + 3) the four fractions are (2x + 3)(2p + 2) / (p (p + 2)): one division.
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def digamma_power(typing: Any, a: Any) -> Any:
     """s with exp(ψ(a)) = `digamma_base` (a) × e^−s."""
 
@@ -239,7 +239,7 @@ def digamma_power(typing: Any, a: Any) -> Any:
     return LANES(LANES), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def digamma_base(typing: Any, a: Any) -> Any:
     """exp(ψ(a + 4))."""
 
@@ -254,11 +254,14 @@ def digamma_base(typing: Any, a: Any) -> Any:
     return LANES(LANES), codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def transpose(typing: Any, table: Any, offsets: Any, first: Any, column: Any, out: Any, start: Any, stride: Any) -> Any:
+@intrinsic
+def transpose(
+    typing: Any, table: Any, offsets: Any, first: Any, column: Any, out: Any, start: Any, stride: Any
+) -> Any:
     """``out[start + i·stride + j] = table[offsets[first + j] + column + i]`` for i, j in 0..15.
 
-    Sixteen rows are loaded, turned in registers by four rounds of interleaving, and stored as sixteen columns.
+    Sixteen rows are loaded, turned in registers by four rounds of interleaving, and stored as sixteen
+    columns.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
