@@ -120,7 +120,7 @@ def _stream(matrices: Iterator[Any]) -> Documents:
             corpus = corpus_of(matrix, "a stream of documents")
             if corpus.features != first.features:
                 raise DataError(
-                    f"matrix {number} of the stream has {corpus.features} words, the first had {first.features}; "
+                    f"matrix {number} of the stream has {corpus.features} words, not {first.features}; "
                     "vectorise all documents with one vocabulary"
                 )
             yield corpus

@@ -247,7 +247,10 @@ def _revived(block, stride, topics, live, k_topics, full, collapsed, share, padd
         mask[i] = np.float32(1.0) if i < out else np.float32(0.0)
     _powers(gamma, mask, e, out, collapsed)
     _sums(block, offsets, out, share, padded, sums)
-    return any(e[i] * sums[i] > REVIVE for i in range(out))
+    most = np.float32(0.0)
+    for i in range(out):
+        most = max(most, e[i] * sums[i])
+    return most > REVIVE
 
 
 @jit

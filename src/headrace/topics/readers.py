@@ -199,7 +199,7 @@ def tokens(
     lists = [f.name for f in table.schema if pa.types.is_list(f.type) or pa.types.is_large_list(f.type)]
     if column is None and len(lists) != 1:
         raise DataError(
-            f"{path.name}: {len(lists)} columns hold lists ({', '.join(lists) or 'none'}); name one by column="
+            f"{path.name}: {len(lists)} columns hold lists ({', '.join(lists) or 'none'}); name one: column="
         )
     column = column or lists[0]
     if column not in lists:
