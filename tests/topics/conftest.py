@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import importlib.util
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from scipy.sparse import csr_matrix
+
+
+@pytest.fixture(scope="session")
+def oracle() -> Any:
+    """The naive float64 code of tests/oracles/topics.py."""
+    path = Path(__file__).parent.parent / "oracles" / "topics.py"
+    spec = importlib.util.spec_from_file_location("oracle_topics", path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def make_corpus(
@@ -24,5 +37,3 @@ def make_corpus(
 def corpus() -> csr_matrix:
     """300 documents over 200 words from 6 topics."""
     return make_corpus(300, 200, 6, 60, seed=1)[0]
-
-
