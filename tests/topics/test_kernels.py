@@ -27,9 +27,7 @@ def documents_of(matrix: csr_matrix) -> list:
 @njit
 def exp_digamma(x, out):
     for i in range(0, x.size, 16):
-        a = vector.load(x, i)
-        power = vector.mul(vector.splat(np.float32(-1)), vector.digamma_power(a))
-        vector.store(out, i, vector.mul(vector.digamma_base(a), vector.exp(power)))
+        vector.store(out, i, vector.exp_digamma(vector.load(x, i), vector.splat(np.float32(0))))
 
 
 def test_exp_digamma_is_scipys() -> None:
@@ -38,7 +36,8 @@ def test_exp_digamma_is_scipys() -> None:
     exp_digamma(x, out)
     expected = np.exp(psi(x.astype(np.float64)))
     # The error of the power of e, one float32 step of up to 50, is the error of the result.
-    allowed = 6e-7 + 4e-7 / x
+    # Above 1e6 the fractions of the recurrence are left at 4e-6.
+    allowed = 6e-7 + 4e-7 / x + np.where(x > 1e6, 4e-6, 0)
     assert (np.abs(out - expected) / expected < allowed).all()
 
 
@@ -61,7 +60,7 @@ def run(matrix: csr_matrix, components, alpha, prior=0.1, **options):
     scratch = Scratch(*components.shape)
     used, rounds = infer_run(topics, corpus_of(matrix), (0, matrix.shape[0]), how, scratch, eps=0.0)
     stats = np.zeros(components.shape)
-    table = scratch.stats[: used * scratch.width].reshape(used, scratch.width)
+    table = scratch.rows[: used * scratch.width].reshape(used, scratch.width)
     stats[:, scratch.words[:used]] = table[:, : len(components)].T
     return scratch.gammas[: matrix.shape[0]].copy(), stats, rounds
 
@@ -119,18 +118,14 @@ def test_a_topic_that_left_too_early_comes_back(monkeypatch: pytest.MonkeyPatch)
     # One document whose last word only topic 1 explains, and only by a little more than the floor allows.
     block = np.zeros(2 * 16, dtype=np.float32)
     block[0:2], block[16:18] = [1.0, 1e-6], [0.0, 1.0]
-    ints, work, topics = (
-        np.zeros((4, 16), np.int32),
-        np.zeros((10, 16), np.float32),
-        np.array([0, 1], np.int32),
-    )
+    ints, work, out = np.zeros((5, 32), np.int32), np.zeros((10, 16), np.float32), np.array([1], np.int32)
     work[9, :2] = [5.0, 2.0]
     share = np.zeros(16, dtype=np.float32)
     share[:2] = [1.0, 1e5]
-    revived = kernels._revived(block, 16, topics, 1, 2, work[9], False, share, 16, ints[2], work)
+    revived = kernels._revived(block, 16, out, 1, work[9], False, share, ints[2], work)
     assert revived
     share[1] = 1e-5
-    assert not kernels._revived(block, 16, topics, 1, 2, work[9], False, share, 16, ints[2], work)
+    assert not kernels._revived(block, 16, out, 1, work[9], False, share, ints[2], work)
 
 
 @settings(max_examples=40, deadline=None)

@@ -60,13 +60,17 @@ def infer_run(
     first, last = run
     scale = topics.scale if scale is None else scale
     used = copy_rows(topics, corpus, run, scratch, collapsed=how.collapsed, scale=scale, eps=eps)
-    if want_stats:
-        scratch.stats[: used * scratch.width] = 0
     rounds = kernels.learn(
         corpus.indptr, corpus.counts, first, last, scratch.locs, scratch.rows, scratch.floors, scratch.width,
-        how.alpha, np.float32(1.0), np.float32(how.tol), how.max_iter, how.collapsed, scratch.stats,
-        scratch.gammas, want_stats, scratch.ints, scratch.work, scratch.block, scratch.lines,
+        how.alpha, np.float32(how.tol), how.max_iter, how.collapsed, scratch.gammas, want_stats, scratch.starts,
+        scratch.cursor[:used], scratch.powers, scratch.entry_doc, scratch.entry_share, scratch.ints,
+        scratch.work, scratch.block, scratch.lines,
     )  # fmt: skip
+    if want_stats:
+        kernels.gather_statistics(
+            scratch.rows, used, scratch.width, scratch.starts, scratch.entry_doc, scratch.entry_share,
+            scratch.powers,
+        )  # fmt: skip
     return used, int(rounds)
 
 
@@ -77,7 +81,7 @@ def copy_rows(
     first, last = run
     scratch.reserve(corpus, first, last)
     used = kernels.localise(
-        corpus.indptr, corpus.indices, first, last, scratch.slot, scratch.words, scratch.locs
+        corpus.indptr, corpus.indices, first, last, scratch.slot, scratch.words, scratch.locs, scratch.starts
     )
     scratch.reserve_rows(used)
     kernels.fill_rows(

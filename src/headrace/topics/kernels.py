@@ -26,11 +26,10 @@ import numpy as np
 from headrace.topics.compiled import jit
 from headrace.topics.vector import (
     add,
-    digamma_base,
     digamma_power,
     distance,
     div,
-    exp,
+    exp_digamma,
     fma,
     larger,
     largest,
@@ -50,23 +49,29 @@ NOTHING = np.float32(1e-30)
 
 
 @jit
-def localise(indptr, indices, first, last, slot, words, locs):
+def localise(indptr, indices, first, last, slot, words, locs, starts):
     """Number the distinct words of documents first..last; returns how many there are.
 
     ``slot`` (V, all −1 before and after) maps word → local number, ``words`` the other way, and ``locs``
-    holds the local number of every entry of the documents.
+    holds the local number of every entry of the documents. The entries of local word u, in the order of the
+    documents, will be numbers starts[u] to starts[u + 1].
     """
     used = 0
-    start = indptr[first]
-    for i in range(start, indptr[last]):
+    begin = indptr[first]
+    for i in range(begin, indptr[last]):
         word = indices[i]
-        if slot[word] < 0:
-            slot[word] = used
-            words[used] = word
+        u = slot[word]
+        if u < 0:
+            u = slot[word] = used
+            words[u] = word
+            starts[u + 1] = 0
             used += 1
-        locs[i - start] = slot[word]
+        locs[i - begin] = u
+        starts[u + 1] += 1
+    starts[0] = 0
     for u in range(used):
         slot[words[u]] = -1
+        starts[u + 1] += starts[u]
     return used
 
 
@@ -75,62 +80,68 @@ def fill_rows(excess, scale, prior, inverse, words, used, width, collapsed, eps,
     """The rows of exp(E[log β]) of the given words, each divided by its largest element.
 
     λ = prior + scale × excess; ``inverse`` holds 1 / exp(ψ(Σ_v λ_vk)) (collapsed: 1 / Σ_v λ_vk), zero in the
-    padding. The power of e is shifted by the row's smallest, so that no row underflows to zeros. ``scales``
-    is the logarithm of what the row was divided by, and ``floors`` is eps in units of it: the constant that
-    scikit-learn adds to every word's sum.
+    padding. Powers of e are taken relative to that of the row's largest λ, so that no row underflows to zeros.
+    ``scales`` is the logarithm of what the row was divided by, and ``floors`` is eps in units of it: the
+    constant that scikit-learn adds to every word's sum.
     """
-    times, priors, minus = splat(np.float32(scale)), splat(np.float32(prior)), splat(np.float32(-1.0))
+    times, priors, zero = splat(np.float32(scale)), splat(np.float32(prior)), splat(np.float32(0.0))
     for u in range(used):
         at, to = words[u] * width, u * width
-        top = splat(np.float32(0.0))
-        shift = np.float32(0.0)
+        top = shift = zero
         if collapsed:
             for k in range(0, width, 16):
                 value = mul(fma(times, load(excess, at + k), priors), load(inverse, k))
                 store(rows, to + k, value)
                 top = larger(top, value)
         else:
-            least = splat(np.float32(-3e38))
+            most = zero
             for k in range(0, width, 16):
                 value = fma(times, load(excess, at + k), priors)
-                # In the padding excess is zero, so its power is that of the prior: the largest there is.
-                least = larger(least, mul(minus, digamma_power(value)))
-            shift = -largest(least)
-            shifts = splat(shift)
+                store(rows, to + k, value)
+                most = larger(most, value)
+            shift = digamma_power(splat(largest(most)))
             for k in range(0, width, 16):
-                value = fma(times, load(excess, at + k), priors)
-                power = exp(fma(minus, digamma_power(value), shifts))
-                value = mul(mul(digamma_base(value), power), load(inverse, k))
+                value = mul(exp_digamma(load(rows, to + k), shift), load(inverse, k))
                 store(rows, to + k, value)
                 top = larger(top, value)
         largest_value = largest(top) + NOTHING
         factor = splat(np.float32(1.0) / largest_value)
         for k in range(0, width, 16):
             store(rows, to + k, mul(load(rows, to + k), factor))
-        scales[u] = np.log(largest_value) - shift
+        scales[u] = np.log(largest_value) - largest(shift)
         floors[u] = np.float32(min(eps * np.exp(-np.float64(scales[u])), 1e30))
 
 
 @jit
 def _shares(block, offsets, e, live, floor, count, share, padded):
-    """share_w = count_w / (floor_w + Σ_k e_k B_wk), for 32 words at a time."""
+    """share_w = count_w / (floor_w + Σ_k e_k B_wk), for 32 words at a time.
+
+    Four topics at a time: eight sums that do not wait for one another fill the multipliers' latency.
+    """
+    zero = splat(np.float32(0.0))
     for w in range(0, padded - 16, 32):
-        a, b = load(floor, w), load(floor, w + 16)
-        c, d = splat(np.float32(0.0)), splat(np.float32(0.0))
-        for i in range(0, live, 2):
-            at, then = offsets[i] + w, offsets[i + 1] + w
-            first, second = splat(e[i]), splat(e[i + 1])
-            a, b = fma(first, load(block, at), a), fma(first, load(block, at + 16), b)
-            c, d = fma(second, load(block, then), c), fma(second, load(block, then + 16), d)
-        store(share, w, div(load(count, w), add(a, c)))
-        store(share, w + 16, div(load(count, w + 16), add(b, d)))
+        a, b, c, d = load(floor, w), load(floor, w + 16), zero, zero
+        g = h = m = n = zero
+        for i in range(0, live, 4):
+            p, q = offsets[i] + w, offsets[i + 1] + w
+            r, s = offsets[i + 2] + w, offsets[i + 3] + w
+            x, y = splat(e[i]), splat(e[i + 1])
+            a, b = fma(x, load(block, p), a), fma(x, load(block, p + 16), b)
+            c, d = fma(y, load(block, q), c), fma(y, load(block, q + 16), d)
+            x, y = splat(e[i + 2]), splat(e[i + 3])
+            g, h = fma(x, load(block, r), g), fma(x, load(block, r + 16), h)
+            m, n = fma(y, load(block, s), m), fma(y, load(block, s + 16), n)
+        store(share, w, div(load(count, w), add(add(a, c), add(g, m))))
+        store(share, w + 16, div(load(count, w + 16), add(add(b, d), add(h, n))))
     if padded & 16:
         w = padded - 16
-        a, c = load(floor, w), splat(np.float32(0.0))
-        for i in range(0, live, 2):
+        a, c, g, m = load(floor, w), zero, zero, zero
+        for i in range(0, live, 4):
             a = fma(splat(e[i]), load(block, offsets[i] + w), a)
             c = fma(splat(e[i + 1]), load(block, offsets[i + 1] + w), c)
-        store(share, w, div(load(count, w), add(a, c)))
+            g = fma(splat(e[i + 2]), load(block, offsets[i + 2] + w), g)
+            m = fma(splat(e[i + 3]), load(block, offsets[i + 3] + w), m)
+        store(share, w, div(load(count, w), add(add(a, c), add(g, m))))
 
 
 @jit
@@ -149,43 +160,71 @@ def _sums(block, offsets, live, share, padded, sums):
 @jit
 def _powers(gamma, mask, e, live, collapsed):
     """e_k = exp(ψ(γ_k)) (collapsed: γ_k), zero in the padding."""
-    minus = splat(np.float32(-1.0))
+    zero = splat(np.float32(0.0))
     for i in range(0, live, 16):
         g = load(gamma, i)
         if not collapsed:
-            g = mul(digamma_base(g), exp(mul(minus, digamma_power(g))))
+            g = exp_digamma(g, zero)
         store(e, i, mul(g, load(mask, i)))
 
 
 @jit
-def _select(topics, live, stride, alpha, full, offsets, gamma, prior, mask, sums):
-    """Put the first ``live`` of ``topics`` into the working arrays, padded to a multiple of 16."""
-    for i in range((live + 15) // 16 * 16):
-        used = i < live
-        k = topics[i] if used else 0
-        offsets[i] = k * stride
-        gamma[i] = full[k] if used else np.float32(1.0)
-        prior[i] = alpha[k] if used else np.float32(1.0)
-        mask[i] = np.float32(1.0) if used else np.float32(0.0)
-        sums[i] = np.float32(0.0)
+def _pad(live, offsets, gamma, prior, mask):
+    """Make everything behind the live topics harmless, up to a multiple of 16."""
+    for i in range(live, (live + 15) // 16 * 16):
+        offsets[i] = 0
+        gamma[i] = prior[i] = np.float32(1.0)
+        mask[i] = np.float32(0.0)
 
 
 @jit
-def _infer(
-    block, stride, padded, k_topics, alpha, full, tol, max_iter, collapsed, ints, work, floor, count, share
-):
-    """Iterate one document to convergence. ``full`` is γ, in and out; returns (live topics, iterations).
-
-    Afterwards ``ints[0]`` names the live topics, ``ints[1]`` their offsets, ``work[1]`` their e, ``share``
-    the words' shares under that e.
-    """
-    topics, offsets = ints[0], ints[1]
-    gamma, e, prior, mask, sums = work[0], work[1], work[2], work[3], work[4]
+def _admit(k_topics, stride, alpha, full, topics, offsets, gamma, prior, mask):
+    """All topics are live."""
     for k in range(k_topics):
         topics[k] = k
-    live, may_drop, rounds = k_topics, True, 0
-    _select(topics, live, stride, alpha, full, offsets, gamma, prior, mask, sums)
-    _powers(gamma, mask, e, live, collapsed)
+        offsets[k] = k * stride
+        gamma[k] = full[k]
+        prior[k] = alpha[k]
+        mask[k] = np.float32(1.0)
+    _pad(k_topics, offsets, gamma, prior, mask)
+
+
+@jit
+def _drop(live, left, topics, offsets, gamma, prior, mask, words, full, out):
+    """Let topics with less than `DROP` words leave; returns (live, left). The order of the others stays.
+
+    Written without branches: which topics leave is unpredictable, and every wrong guess costs as much as
+    several topics.
+    """
+    kept = 0
+    for i in range(live):
+        k = topics[i]
+        stays = words[i] >= DROP
+        full[k] = gamma[i]
+        out[left] = k
+        left += not stays
+        topics[kept] = k
+        offsets[kept] = offsets[i]
+        gamma[kept] = gamma[i]
+        prior[kept] = prior[i]
+        kept += stays
+    _pad(kept, offsets, gamma, prior, mask)
+    return kept, left
+
+
+@jit
+def _infer(block, padded, k_topics, alpha, full, tol, max_iter, collapsed, ints, work, floor, count, share):
+    """Iterate one document to convergence. ``full`` is γ, in and out; returns (live topics, iterations).
+
+    Afterwards ``ints[0]`` names the live topics, ``work[1]`` holds their e, ``share`` the words' shares under
+    that e.
+    """
+    topics, offsets, out = ints[0], ints[1], ints[4]
+    gamma, e, prior, mask, sums = work[0], work[1], work[2], work[3], work[4]
+    _admit(k_topics, padded, alpha, full, topics, offsets, gamma, prior, mask)
+    _powers(gamma, mask, e, k_topics, collapsed)
+    live, left, may_drop, rounds = k_topics, 0, True, 0
+    enough = tol * np.float32(k_topics)
     while rounds < max_iter:
         _shares(block, offsets, e, live, floor, count, share, padded)
         _sums(block, offsets, live, share, padded, sums)
@@ -197,77 +236,66 @@ def _infer(
             moved = add(moved, distance(new, load(gamma, i)))
             store(gamma, i, new)
         rounds += 1
-        converged = total(moved) < tol * np.float32(k_topics)
-        if may_drop and (rounds < 8 or rounds & 3 == 0):
-            kept = 0
-            for i in range(live):
-                full[topics[i]] = gamma[i]
-                if sums[i] >= DROP:
-                    kept += 1
-            if kept < live and kept > 0:
-                # Dropped topics move behind the live ones, where the last check finds them.
-                front, back = 0, live - 1
-                while front <= back:
-                    if sums[front] >= DROP:
-                        front += 1
-                    else:
-                        topics[front], topics[back] = topics[back], topics[front]
-                        sums[front], sums[back] = sums[back], sums[front]
-                        back -= 1
-                live = kept
-                _select(topics, live, stride, alpha, full, offsets, gamma, prior, mask, sums)
+        converged = total(moved) < enough
+        if may_drop and (rounds < 7 or rounds & 7 == 0) and sums[:live].max() >= DROP:
+            live, left = _drop(live, left, topics, offsets, gamma, prior, mask, sums, full, out)
         _powers(gamma, mask, e, live, collapsed)
         if not converged:
             continue
-        if live == k_topics:
+        if left == 0:
+            break
+        _shares(block, offsets, e, live, floor, count, share, padded)
+        if not _revived(block, padded, out, left, full, collapsed, share, ints[2], work):
             break
         for i in range(live):
             full[topics[i]] = gamma[i]
-        _shares(block, offsets, e, live, floor, count, share, padded)
-        if not _revived(block, stride, topics, live, k_topics, full, collapsed, share, padded, ints[2], work):
-            break
-        live, may_drop = k_topics, False
-        _select(topics, live, stride, alpha, full, offsets, gamma, prior, mask, sums)
+        live, left, may_drop = k_topics, 0, False
+        _admit(k_topics, padded, alpha, full, topics, offsets, gamma, prior, mask)
         _powers(gamma, mask, e, live, collapsed)
     for i in range(live):
         full[topics[i]] = gamma[i]
-    _shares(block, offsets, e, live, floor, count, share, padded)
+    if left == 0 or rounds == max_iter:
+        _shares(block, offsets, e, live, floor, count, share, padded)
     return live, rounds
 
 
 @jit
-def _revived(block, stride, topics, live, k_topics, full, collapsed, share, padded, offsets, work):
-    """Whether a topic that was left out would take more than `REVIVE` words if it were let in."""
-    out = k_topics - live
+def _revived(block, padded, out, left, full, collapsed, share, offsets, work):
+    """Whether a topic that left would take more than `REVIVE` words if it were let in."""
     gamma, e, mask, sums = work[5], work[6], work[7], work[8]
-    for i in range((out + 15) // 16 * 16):
-        k = topics[live + i] if i < out else 0
-        offsets[i] = k * stride
+    for i in range((left + 15) // 16 * 16):
+        k = out[i] if i < left else 0
+        offsets[i] = k * padded
         gamma[i] = full[k]
-        mask[i] = np.float32(1.0) if i < out else np.float32(0.0)
-    _powers(gamma, mask, e, out, collapsed)
-    _sums(block, offsets, out, share, padded, sums)
+        mask[i] = np.float32(1.0) if i < left else np.float32(0.0)
+    _powers(gamma, mask, e, left, collapsed)
+    _sums(block, offsets, left, share, padded, sums)
     most = np.float32(0.0)
-    for i in range(out):
+    for i in range(left):
         most = max(most, e[i] * sums[i])
     return most > REVIVE
 
 
 @jit
 def learn(
-    indptr, counts, first, last, locs, rows, floors, width, alpha, start, tol, max_iter, collapsed,
-    stats, gammas, want_stats, ints, work, block, lines,
+    indptr, counts, first, last, locs, rows, floors, width, alpha, tol, max_iter, collapsed, gammas, want_stats,
+    starts, cursor, powers, entry_doc, entry_share, ints, work, block, lines,
 ):  # fmt: skip
-    """Infer documents first..last from local ``rows``; fill ``gammas`` and add to ``stats``.
+    """Infer documents first..last from local ``rows``, from γ = 1, as scikit-learn's transform does.
 
-    ``start`` is γ at the start (1 for all, as scikit-learn's transform; a row of ``gammas`` when negative).
-    Returns the iterations of all documents together.
+    Fills ``gammas``; when statistics are wanted, also ``powers`` (e of every document, zero for topics that
+    left) and, word by word, ``entry_doc`` and ``entry_share``: what `gather_statistics` needs. Returns the
+    iterations of all documents together.
     """
     k_topics = alpha.size
     prior_mass = np.float32(alpha.sum())
     where, floor, count, share = ints[3], lines[0], lines[1], lines[2]
     base, rounds = indptr[first], 0
-    full = work[9]
+    topics, e, full = ints[0], work[1], work[9]
+    if want_stats:
+        powers[: (last - first) * width] = np.float32(0.0)
+        for u in range(cursor.size):
+            cursor[u] = starts[u]
     for doc in range(first, last):
         lo, n = indptr[doc] - base, indptr[doc + 1] - indptr[doc]
         if n == 0:
@@ -288,21 +316,47 @@ def learn(
             for k in range(0, width, 16):
                 transpose(rows, where, w, k, block, k * padded + w, padded)
         for k in range(k_topics):
-            full[k] = start if start > 0 else gammas[doc - first, k]
+            full[k] = np.float32(1.0)
         live, used = _infer(
-            block, padded, padded, k_topics, alpha, full, tol, max_iter, collapsed, ints, work, floor, count,
-            share
-        )  # fmt: skip
+            block, padded, k_topics, alpha, full, tol, max_iter, collapsed, ints, work, floor, count, share
+        )
         rounds += used
         for k in range(k_topics):
             gammas[doc - first, k] = full[k]
         if want_stats:
-            topics, e = ints[0], work[1]
             for i in range(live):
-                k, at, ek = topics[i], topics[i] * padded, e[i]
-                for j in range(n):
-                    stats[where[j] + k] += ek * share[j] * block[at + j]
+                powers[(doc - first) * width + topics[i]] = e[i]
+            for j in range(n):
+                u = locs[lo + j]
+                at = cursor[u]
+                cursor[u] = at + 1
+                entry_doc[at] = doc - first
+                entry_share[at] = share[j]
     return rounds
+
+
+@jit
+def gather_statistics(rows, used, width, starts, entry_doc, entry_share, powers):
+    """Turn ``rows`` into statistics: B_wk Σ_d share_dw e_dk, word by word.
+
+    The other order, document by document, would visit a cache line of a table as large as ``rows`` for every
+    word of every document, and need that table.
+    """
+    zero = splat(np.float32(0.0))
+    for u in range(used):
+        lo, hi, to = starts[u], starts[u + 1], u * width
+        for k in range(0, width - 16, 32):
+            a = b = zero
+            for i in range(lo, hi):
+                at, x = entry_doc[i] * width + k, splat(entry_share[i])
+                a, b = fma(x, load(powers, at), a), fma(x, load(powers, at + 16), b)
+            store(rows, to + k, mul(a, load(rows, to + k)))
+            store(rows, to + k + 16, mul(b, load(rows, to + k + 16)))
+        if width & 16:
+            k, a = width - 16, zero
+            for i in range(lo, hi):
+                a = fma(splat(entry_share[i]), load(powers, entry_doc[i] * width + k), a)
+            store(rows, to + k, mul(a, load(rows, to + k)))
 
 
 @jit

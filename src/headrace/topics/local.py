@@ -86,7 +86,7 @@ def take_step(
     first, last = step.run
     factor = step.weight / step.after * total / (last - first)
     kernels.apply(
-        topics.flat, scratch.words, used, scratch.width, scratch.stats, np.float32(factor), scratch.column
+        topics.flat, scratch.words, used, scratch.width, scratch.rows, np.float32(factor), scratch.column
     )
     # In place: another thread holds the same array, and a new one would lose its additions.
     topics.column += factor * scratch.column
@@ -169,7 +169,7 @@ def batch_pass(
                     scratch.words,
                     used,
                     scratch.width,
-                    scratch.stats,
+                    scratch.rows,
                     np.float32(1.0),
                     scratch.column,
                 )

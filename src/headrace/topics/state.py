@@ -112,8 +112,8 @@ class Topics:
 class Scratch:
     """One worker's memory: its copy of the rows in use, their statistics, and one document.
 
-    It grows to the largest run of documents it has seen: 2 × K × 4 bytes for each distinct word of a run, and
-    K × 4 bytes for each distinct word of one document.
+    It grows to the largest run of documents it has seen: K × 4 bytes for each distinct word of a run, for each
+    document of it and for each distinct word of one document, and 12 bytes for each entry.
     """
 
     def __init__(self, topics: int, features: int) -> None:
@@ -122,10 +122,11 @@ class Scratch:
         self.slot = np.full(features, -1, dtype=np.int32)
         self.words = np.zeros(0, dtype=np.int32)
         self.locs = np.zeros(0, dtype=np.int32)
-        self.rows = self.stats = self.block = np.zeros(0, dtype=np.float32)
-        self.floors = self.scales = np.zeros(0, dtype=np.float32)
+        self.starts = self.cursor = self.entry_doc = np.zeros(0, dtype=np.int32)
+        self.rows = self.block = self.powers = np.zeros(0, dtype=np.float32)
+        self.floors = self.scales = self.entry_share = np.zeros(0, dtype=np.float32)
         self.gammas = np.zeros((0, topics), dtype=np.float32)
-        self.ints = aligned((4, self.width), np.int32)
+        self.ints = aligned((5, self.width + LANES), np.int32)
         self.work = aligned((10, self.width))
         self.lines = aligned((3, LANES))
         self.column = np.zeros(self.width)
@@ -139,18 +140,21 @@ class Scratch:
         entries = int(corpus.indptr[last] - corpus.indptr[first])
         longest = padded(int(np.diff(corpus.indptr[first : last + 1]).max(initial=LANES)))
         if self.locs.size < entries:
-            self.locs = np.empty(entries, dtype=np.int32)
+            self.locs, self.entry_doc = (np.empty(entries, dtype=np.int32) for _ in range(2))
+            self.entry_share = np.empty(entries, dtype=np.float32)
         if self.lines.shape[1] < longest:
             self.lines = aligned((3, longest))
-            self.ints = aligned((4, max(longest, self.width)), np.int32)
+            self.ints = aligned((5, max(longest, self.width + LANES)), np.int32)
             self.block = aligned((self.width * longest,))
         elif not self.block.size:
             self.block = aligned((self.width * self.lines.shape[1],))
         if len(self.gammas) < last - first:
             self.gammas = np.empty((last - first, self.topics), dtype=np.float32)
+            self.powers = aligned(((last - first) * self.width,))
         capacity = min(self.slot.size, entries)
         if self.words.size < capacity:
             self.words = np.empty(capacity, dtype=np.int32)
+            self.starts = np.empty(capacity + 1, dtype=np.int32)
 
     def reserve_rows(self, used: int) -> None:
         """Room for the rows of ``used`` distinct words."""
@@ -163,6 +167,6 @@ class Scratch:
             # A quarter more than asked, so that runs of similar size do not allocate again and again.
             capacity = min(used + used // 4, self.slot.size)
             self.rows = aligned((capacity * self.width,))
-            self.stats = aligned((capacity * self.width,))
+            self.cursor = np.empty(capacity, dtype=np.int32)
             self.floors = np.empty(capacity, dtype=np.float32)
             self.scales = np.empty(capacity, dtype=np.float32)

@@ -207,51 +207,47 @@ def _exp(builder: Any, x: Any) -> Any:
     return builder.fmul(p, builder.bitcast(shifted, _VECTOR))
 
 
-@intrinsic
-def exp(typing: Any, a: Any) -> Any:
-    """e^a for a ≤ 0; below −87 the result stays at e^−87 ≈ 1.6e-38."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _exp(builder, _call(builder, "maxnum", args[0], _constant(-87.0)))
-
-    return LANES(LANES), codegen
-
-
 # exp(ψ(x)) without a logarithm: ψ(x) = ψ(x + 4) − 1/x − 1/(x+1) − 1/(x+2) − 1/(x+3), and for z = x + 3.5
 # exp(ψ(x + 4)) = z + 1/(24 z) − 37/(5760 z³) + 10313/(2903040 z⁵) − …, whose next term is below 2e-7 of z.
-# With p = x (x + 3) the four fractions are (2x + 3)(2p + 2) / (p (p + 2)): one division.
+# With p = x (x + 3) the four fractions are (2x + 3)(2p + 2) / (p (p + 2)), and one division by z p (p + 2)
+# serves both lines.
+
+
+def _digamma_parts(builder: Any, x: Any) -> tuple[Any, Any]:
+    """(exp(ψ(x + 4)), ψ(x + 4) − ψ(x))."""
+    # Above 1e6 the fractions stay at 4e-6, a step or two of float32; their product would leave its range.
+    near = _call(builder, "minnum", _call(builder, "maxnum", x, _constant(1e-12)), _constant(1e6))
+    z = builder.fadd(x, _constant(3.5))
+    p = builder.fmul(near, builder.fadd(near, _constant(3.0)))
+    below = builder.fmul(p, builder.fadd(p, _constant(2.0)))
+    above = builder.fmul(
+        _fma(builder, near, _constant(2.0), _constant(3.0)), _fma(builder, p, _constant(2.0), _constant(2.0))
+    )
+    inverse = builder.fdiv(_constant(1.0), builder.fmul(z, below))
+    power = builder.fmul(builder.fmul(above, z), inverse)
+    per_z = builder.fmul(below, inverse)
+    w = builder.fmul(per_z, per_z)
+    series = _fma(builder, w, _constant(10313 / 2903040), _constant(-37 / 5760))
+    series = _fma(builder, series, w, _constant(1 / 24))
+    return _fma(builder, series, per_z, z), power
+
+
+@intrinsic
+def exp_digamma(typing: Any, a: Any, shift: Any) -> Any:
+    """exp(ψ(a) + shift), for shift ≤ ψ(a + 4) − ψ(a); what is below e^−87 stays there."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        base, power = _digamma_parts(builder, args[0])
+        exponent = _call(builder, "maxnum", builder.fsub(args[1], power), _constant(-87.0))
+        return builder.fmul(base, _exp(builder, exponent))
+
+    return LANES(LANES, LANES), codegen
 
 
 @intrinsic
 def digamma_power(typing: Any, a: Any) -> Any:
-    """s with exp(ψ(a)) = `digamma_base` (a) × e^−s."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        # Below 1e-12 the power is beyond every exponent anyway; above 1e8 p² would leave float32.
-        x = _call(builder, "minnum", _call(builder, "maxnum", args[0], _constant(1e-12)), _constant(1e8))
-        p = builder.fmul(x, builder.fadd(x, _constant(3.0)))
-        above = builder.fmul(
-            _fma(builder, x, _constant(2.0), _constant(3.0)),
-            _fma(builder, p, _constant(2.0), _constant(2.0)),
-        )
-        return builder.fdiv(above, builder.fmul(p, builder.fadd(p, _constant(2.0))))
-
-    return LANES(LANES), codegen
-
-
-@intrinsic
-def digamma_base(typing: Any, a: Any) -> Any:
-    """exp(ψ(a + 4))."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        z = builder.fadd(args[0], _constant(3.5))
-        inverse = builder.fdiv(_constant(1.0), z)
-        w = builder.fmul(inverse, inverse)
-        p = _fma(builder, w, _constant(10313 / 2903040), _constant(-37 / 5760))
-        p = _fma(builder, p, w, _constant(1 / 24))
-        return _fma(builder, p, inverse, z)
-
-    return LANES(LANES), codegen
+    """ψ(a + 4) − ψ(a)."""
+    return LANES(LANES), lambda context, builder, signature, args: _digamma_parts(builder, args[0])[1]
 
 
 @intrinsic
