@@ -297,8 +297,8 @@ class _Fitting:
         records.close()
         try:
             write_report([records.path])
-        except MissingExtraError as error:
-            self.decide("report", None, str(error))
+        except (MissingExtraError, RunFolderError) as error:  # the weights are safe; a page can be made again
+            self.decide("report", None, f"{error}; make it later with: headrace report {records.path}")
             RunFolder.open(records.path).write_plan(self.plan)
 
 

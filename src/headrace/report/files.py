@@ -9,9 +9,11 @@ as the strings "NaN", "Infinity" and "-Infinity" and turned back when read.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
+import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,11 +26,20 @@ _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 def replace_text(path: Path, text: str) -> None:
     """Write ``text`` to ``path`` so that at every moment either the old or the new file is there."""
     partial = path.with_name(f".{path.name}.partial")
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    data = text.encode()
+    try:
+        with partial.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise RunFolderError(
+            f"{path} could not be written: {error.strerror}; {len(data):,} bytes are needed and "
+            f"{shutil.disk_usage(path.parent).free:,} are free. What was there before is intact"
+        ) from error
 
 
 def encode_row(row: Mapping[str, Any]) -> str:
