@@ -45,7 +45,7 @@ def replace_text(path: Path, text: str) -> None:
 def encode_row(row: Mapping[str, Any]) -> str:
     """One row as strict JSON, without the line end. Tensors and arrays become numbers and lists."""
     try:
-        return json.dumps(row, allow_nan=False, default=_plain)
+        return _encode(row)
     except ValueError:
         return json.dumps(_spell_out(row), allow_nan=False)
 
@@ -86,6 +86,10 @@ def _plain(value: Any) -> Any:
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     raise TypeError(f"{type(value).__name__} cannot be written as JSON; give a number, a string or a list")
+
+
+# json.dumps with any option makes an encoder for every call, which costs more than the encoding.
+_encode = json.JSONEncoder(allow_nan=False, default=_plain).encode
 
 
 def _spell_out(value: Any) -> Any:
