@@ -1,8 +1,9 @@
 """Memory that several processes read and write without a lock, and that leaves nothing behind.
 
-A `SharedBlock` is an anonymous file in memory (memfd): it has no name, so nothing of it can stay in /dev/shm
-when a process is killed, and it is not bound by the size of /dev/shm, which containers keep at 64 MB. It lives
-as long as a process that maps it. A block is sent to a child process while that is being started, never later.
+A `SharedBlock` is an anonymous file in memory (memfd): it has no name, so nothing of it can stay in
+/dev/shm when a process is killed, and it is not bound by the size of /dev/shm, which containers keep at
+64 MB. It lives as long as a process that maps it. A block is sent to a child process while that is being
+started, never later.
 
 `Board` is a block of counters. Every worker writes its own row and reads the others'; nobody waits, and no
 counter has two writers, so none is lost.

@@ -1,9 +1,9 @@
 """What one update is: plain SGD through a chain in place, or any `torch.optim` step on autograd's gradients.
 
-A stepper owns its copy of the module and its optimiser's state; the parameters are tensors that the caller
-gives: shared memory, or a replica. Momentum and Adam's moments are therefore each worker's own, fed by its own
-gradients only, and never shared: two writers of one running mean would mix decays that belong to different
-batches. With one worker this is the sequential optimiser.
+A stepper owns its copy of the module and its optimiser's state; the parameters are tensors that the
+caller gives: shared memory, or a replica. Momentum and Adam's moments are therefore each worker's own,
+fed by its own gradients only, and never shared: two writers of one running mean would mix decays that
+belong to different batches. With one worker this is the sequential optimiser.
 """
 
 from __future__ import annotations
