@@ -25,7 +25,7 @@ What holds:
 - While the run lasts the module's parameters lie in shared memory and change under the caller; between
   epochs, in `Observer.epoch_ended`, nobody changes them. At the end they are in the module's own memory
   again.
-- No process, thread, or named shared segment outlives the call, whether it returns, raises or is interrupted.
+- No process and no named shared segment outlives the call, however it ends.
 - Ctrl-C ends the run after the batches at work and returns a result with ``stopped_by="interrupt"``.
 - A module's exception is raised as `WorkerError` with the worker's name, its rows and the traceback; a loss that
   is not finite as `DivergenceError`.

@@ -153,8 +153,8 @@ def check_module(module: nn.Module, options: HogbatchOptions) -> list[str]:
     if not normed:
         return []
     return [
-        f"{normed[0]} is a BatchNorm: each worker normalises by its own batch, and the running statistics mix "
-        "all of them; GroupNorm or LayerNorm do not depend on the batch, or use one worker"
+        f"{normed[0]} is a BatchNorm: each worker normalises by its own batch, and the running statistics "
+        "mix all of them; GroupNorm or LayerNorm do not depend on the batch, or use one worker"
     ]
 
 

@@ -8,9 +8,9 @@ memory.
 from __future__ import annotations
 
 import contextlib
-import signal
 import math
 import queue
+import signal
 import time
 from collections.abc import Callable
 from typing import Any
@@ -138,8 +138,8 @@ class Run:
             return int(self.options.merge_every)
         if self.options.cpu > 1 and self.options.batch_size < MERGE_BELOW:
             self.notes.append(
-                f"each CPU worker merges a private copy every {LOCAL_STEPS} steps: several cores that update one "
-                f"copy at batches below {MERGE_BELOW} wait for each other's cache lines"
+                f"each CPU worker merges a private copy every {LOCAL_STEPS} steps: several cores that update "
+                f"one copy at batches below {MERGE_BELOW} wait for each other's cache lines"
             )
             return LOCAL_STEPS
         return 1
@@ -278,8 +278,8 @@ class Run:
             if deadline is not None and time.monotonic() > deadline:
                 missing = ", ".join(sorted(set(self.rows_of) - self._ready))
                 raise WorkerError(
-                    f"{missing} did not start within {self.options.start_s:g} s; raise start_s= or use threads "
-                    "with processes=False"
+                    f"{missing} did not start within {self.options.start_s:g} s; raise start_s=, or use "
+                    "threads with processes=False"
                 ) from None
             return self._replace_the_hanging()
         worker = self.workers.get(event.worker)
@@ -343,9 +343,9 @@ class Run:
         self._last_words.append(f"{event.worker} ended with {_exit(event.exit_code)}")
         if event.worker not in self._ready and event.exit_code != -signal.SIGKILL:
             raise WorkerError(
-                f"the process of {event.worker} ended with {_exit(event.exit_code)} before it was ready; see its "
-                "message above. A script that starts workers needs `if __name__ == '__main__':` around its main "
-                "part, since each worker process imports the script"
+                f"the process of {event.worker} ended with {_exit(event.exit_code)} before it was ready; see "
+                "its message above. A script that starts workers needs `if __name__ == '__main__':` around "
+                "its main part, since each worker process imports the script"
             )
 
     def _died(self, name: str) -> list[Instruction]:

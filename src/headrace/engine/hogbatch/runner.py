@@ -115,6 +115,12 @@ class Runner:
         cells[BUSY_NS] += int((stopped - started) * 1e9)
         return Report(grant.worker, grant.number, done, float(loss), started, stopped)
 
+    def flush(self) -> None:
+        """Every grant ends with its changes in the shared parameters."""
+
+    def close(self) -> None:
+        """Nothing is held beyond memory."""
+
     def _too_stale(self, seen: int) -> bool:
         bound = self._work.staleness_bound
         return bound is not None and self._work.board.others_updates(self._work.number) - seen >= bound

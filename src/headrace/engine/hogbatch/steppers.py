@@ -53,7 +53,8 @@ class OptimiserSpec:
                 parameters, self.lr, self.momentum, weight_decay=self.weight_decay, nesterov=self.nesterov
             )
         kind = torch.optim.Adam if self.name == "adam" else torch.optim.AdamW
-        return kind(parameters, self.lr, self.betas, self.eps, self.weight_decay)
+        captured = parameters[0].is_cuda  # the step count must then be a tensor on the device
+        return kind(parameters, self.lr, self.betas, self.eps, self.weight_decay, capturable=captured)
 
 
 class Stepper(Protocol):
@@ -87,7 +88,8 @@ class OptimiserStepper:
         parameters: dict[str, Tensor],
         buffers: dict[str, Tensor],
     ) -> None:
-        self._module = copy.deepcopy(module)
+        device = next(iter(parameters.values())).device
+        self._module = copy.deepcopy(module).to(device)
         self._loss = loss
         self._chain = chain.bind(parameters) if chain is not None else None
         self._clip = spec.clip_norm

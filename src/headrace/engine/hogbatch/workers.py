@@ -121,16 +121,22 @@ class ThreadWorker:
         self._mail.put(None)
 
     def _live(self) -> None:
-        grant = None
+        grant, runner = None, None
         try:
             settle(self._work)
             runner = self._make()
             self._inbox.put(Ready(self.name, self.life))
             while (mail := self._mail.get()) is not None:
                 grant, lr = mail
-                self._inbox.put(Finished(self.name, self.life, runner.run(grant, lr, self._token)))
+                report = runner.run(grant, lr, self._token)
+                if self._mail.empty():  # nothing that would carry this grant's last changes along
+                    runner.flush()
+                self._inbox.put(Finished(self.name, self.life, report))
         except Exception as error:
             self._inbox.put(Failed(self.name, self.life, grant, traceback.format_exc(), error))
+        finally:
+            if runner is not None:
+                runner.close()
 
 
 class ProcessWorker:
