@@ -103,7 +103,7 @@ def test_fifty_interrupts_leave_nothing_behind(folder: Path) -> None:
         raise KeyboardInterrupt
 
     def held() -> list[Any]:
-        return [o for o in gc.get_objects() if isinstance(o, Slot) and (o.memory or o._registered)]
+        return [o for o in gc.get_objects() if type(o) is Slot and (o.memory or o._registered)]
 
     old = signal.signal(signal.SIGALRM, interrupt)
     batches = loader(folder)
