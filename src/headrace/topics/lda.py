@@ -7,6 +7,7 @@ as one V × K float32 array; ``components_`` is made from it when asked for, in 
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -144,7 +145,8 @@ class LatentDirichletAllocation(ClassNamePrefixFeaturesOutMixin, TransformerMixi
         self.n_iter_, self.n_batch_iter_ = 0, 1
         self.history_: list[dict[str, float]] = []
         self.vocabulary_ = documents.vocabulary
-        learner = Learner(self._topics, settings)
+        self._noise = int(self.random_state_.randint(1, 2**31 - 1))
+        learner = Learner(self._topics, replace(settings, noise=self._noise))
         self._keep(learner)
         return learner
 
@@ -192,10 +194,14 @@ class LatentDirichletAllocation(ClassNamePrefixFeaturesOutMixin, TransformerMixi
 
     def _learner(self, settings: Settings | None = None) -> Learner:
         """A learner that goes on from what was fitted."""
-        from dataclasses import replace
-
         settings = resolve(self.get_params(deep=False)) if settings is None else settings
-        settings = replace(settings, topics=self._topics.topics, alpha=self._alpha, prior=self._topics.prior)
+        settings = replace(
+            settings,
+            topics=self._topics.topics,
+            alpha=self._alpha,
+            prior=self._topics.prior,
+            noise=self._noise,
+        )
         return Learner(self._topics, settings, self.n_batch_iter_)
 
     def _keep(self, learner: Learner) -> None:
@@ -312,6 +318,7 @@ class LatentDirichletAllocation(ClassNamePrefixFeaturesOutMixin, TransformerMixi
         self._alpha, self.topic_word_prior_ = settings.alpha, settings.prior
         self.n_features_in_ = values.shape[1]
         self.vocabulary_ = None
+        self._noise = getattr(self, "_noise", 1)
         self.n_iter_, self.n_batch_iter_ = 0, getattr(self, "n_batch_iter_", 1)
         self.history_ = []
 

@@ -86,7 +86,9 @@ def number_at(typing: Any, flat: Any, start: Any) -> Any:
     """Element ``start`` of float32 numbers."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.load(_pointer(context, builder, signature.args[0], *args, _FLOAT.as_pointer()))
+        return builder.load(
+            _pointer(context, builder, signature.args[0], args[0], args[1], _FLOAT.as_pointer())
+        )
 
     return types.float32(flat, types.intp), codegen
 
@@ -108,7 +110,9 @@ def index_at(typing: Any, flat: Any, start: Any) -> Any:
     """Element ``start`` of int32 numbers."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        value = builder.load(_pointer(context, builder, signature.args[0], *args, _INT.as_pointer()))
+        value = builder.load(
+            _pointer(context, builder, signature.args[0], args[0], args[1], _INT.as_pointer())
+        )
         return builder.sext(value, args[1].type)
 
     return types.intp(flat, types.intp), codegen
@@ -165,7 +169,9 @@ def broadcast(typing: Any, flat: Any, start: Any) -> Any:
     """Sixteen times element ``start`` of float32 numbers."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        value = builder.load(_pointer(context, builder, signature.args[0], *args, _FLOAT.as_pointer()))
+        value = builder.load(
+            _pointer(context, builder, signature.args[0], args[0], args[1], _FLOAT.as_pointer())
+        )
         one = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), value, ir.Constant(_INT, 0))
         return _shuffle(builder, one, one, [0] * WIDTH)
 
