@@ -311,7 +311,8 @@ def learn(
     """Infer documents first..last from local ``rows``.
 
     γ starts at 1, as in scikit-learn's transform; near 1 when ``noise`` is not zero, as in its fit: the same
-    noise gives the same starts, whatever thread asks. Fills ``gammas``; when statistics are wanted, also ``powers`` (e of every document, zero for topics that
+    noise gives the same starts, whatever thread asks. Fills ``gammas``; when statistics are wanted, also
+    ``powers`` (e of every document, zero for topics that
     left) and, word by word, ``entry_doc`` and ``entry_share``: what `gather_statistics` needs. Returns the
     iterations of all documents together.
     """
