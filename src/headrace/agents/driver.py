@@ -126,6 +126,7 @@ class Driver:
         except Exception as error:
             raise self._failure("its reset", error) from error
         self._resetting = np.zeros(self.n, bool)
+        self.fresh = self._all
         self.episodes.running_n[:] = 0.0
         self.episodes.length_n[:] = 0
 

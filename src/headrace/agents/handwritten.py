@@ -19,7 +19,7 @@ from headrace.agents.heads import make_head
 from headrace.agents.mlp import Activations, Mlp
 from headrace.agents.moments import RunningMoments
 from headrace.agents.optimizers import FlatOptimizer
-from headrace.agents.rollout import Batch
+from headrace.agents.rollout import Batch, Player
 from headrace.agents.spaces import Actions, Observations
 
 Array = NDArray[Any]
@@ -38,6 +38,7 @@ class HandwrittenLearner:
             optimizer, torch.from_numpy(self.net.theta), torch.from_numpy(self.net.grad), config.max_grad_norm
         )
         self.moments = RunningMoments(observations.width) if config.normalize_observations else None
+        self.moment_list = [self.moments] if self.moments is not None else []
         self._allocate(config.n_steps, n)
 
     def start(self, seed: list[int]) -> None:
@@ -62,6 +63,9 @@ class HandwrittenLearner:
     def theta(self) -> Array:
         return self.net.theta
 
+    def set_theta(self, theta: Array) -> None:
+        self.net.theta[:] = theta
+
     def _encode(self, t: int, obs: Any) -> None:
         inputs = self._inputs[t]
         self.observations.flatten(obs, inputs)
@@ -72,12 +76,8 @@ class HandwrittenLearner:
             self.moments.apply(inputs)
 
     def begin(self, driver: Driver) -> None:
-        self._noise = self.head.noise(self.rng, len(self._raw_m)).reshape(len(self.raw), self.n, *self._noise_shape)
+        self._noise = self.head.noise(self.rng, len(self._raw_m)).reshape(len(self.raw), self.n, *self.head.noise_shape)
         self._encode(0, driver.obs)
-
-    @property
-    def _noise_shape(self) -> tuple[int, ...]:
-        return (self.head.parts, self.head.most) if hasattr(self.head, "most") else (self.head.parts,)
 
     def act(self, t: int) -> Array:
         acts = self._steps[t]
@@ -94,21 +94,13 @@ class HandwrittenLearner:
             acts = self._learned
             self._log_probs = self.head.log_prob(acts.out, self.net.extra, self._raw_m)
 
-    def predict(self, obs: Any, count: int, deterministic: bool, rng: np.random.Generator) -> Array:
-        """Actions for ``count`` observations, outside of any rollout."""
-        acts = self._apart(obs, count)
-        if deterministic:
-            raw = self.head.best(acts.out, self.net.extra)
-        else:
-            raw = np.zeros((count, self.head.parts), self.head.raw_dtype)
-            noise = self.head.noise(rng, count).reshape(count, *self._noise_shape)
-            self.head.sample(acts.out, self.net.extra, noise, raw)
-        return self.actions.to_env(raw)
+    def player(self, count: int, seed: int) -> Player:
+        return HandwrittenPlayer(self, count, seed)
 
     def values_of(self, obs: Any, rows: Array) -> Array:
-        return self._apart(obs, len(rows)).values[:, 0]
+        return self.apart(obs, len(rows)).values[:, 0]
 
-    def _apart(self, obs: Any, count: int) -> Activations:
+    def apart(self, obs: Any, count: int) -> Activations:
         acts = Activations(self.net, count)
         self.observations.flatten(obs, acts.x[0][:, :-1])
         if self.moments is not None:
@@ -166,3 +158,21 @@ class HandwrittenLearner:
 
     def from_named(self, named: dict[str, Array]) -> None:
         self.net.from_named(named)
+
+
+class HandwrittenPlayer:
+    """Implements `rollout.Player`."""
+
+    def __init__(self, learner: HandwrittenLearner, count: int, seed: int) -> None:
+        self.learner, self.count = learner, count
+        self.rng = np.random.default_rng(seed)
+
+    def act(self, obs: Any, fresh: Array | None, deterministic: bool) -> Array:
+        learner, head = self.learner, self.learner.head
+        acts = learner.apart(obs, self.count)
+        if deterministic:
+            return learner.actions.to_env(head.best(acts.out, learner.net.extra))
+        raw = np.zeros((self.count, head.parts), head.raw_dtype)
+        noise = head.noise(self.rng, self.count).reshape(self.count, *head.noise_shape)
+        head.sample(acts.out, learner.net.extra, noise, raw)
+        return learner.actions.to_env(raw)

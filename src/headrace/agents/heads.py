@@ -30,6 +30,7 @@ class CategoricalHead:
         self.parts, self.most = len(actions.sizes), max(actions.sizes)
         self._valid = np.arange(self.most) < np.array(actions.sizes)[:, None]
         self._even = bool(self._valid.all())
+        self.noise_shape: tuple[int, ...] = (self.parts, self.most)
 
     def noise(self, rng: np.random.Generator, rows: int) -> Array:
         """What `sample` needs for ``rows`` rows."""
@@ -97,6 +98,7 @@ class GaussianHead:
 
     def __init__(self, actions: Actions) -> None:
         self.n_out = self.n_extra = self.parts = actions.width
+        self.noise_shape: tuple[int, ...] = (self.parts,)
 
     def noise(self, rng: np.random.Generator, rows: int) -> Array:
         return rng.standard_normal((rows, self.parts), dtype=np.float32)

@@ -13,10 +13,19 @@ from numpy.typing import NDArray
 
 from headrace.agents.config import Config
 from headrace.agents.driver import Driver
+from headrace.agents.moments import RunningMoments
 from headrace.agents.returns import gae, vtrace
 from headrace.errors import DivergenceError
 
 Array = NDArray[Any]
+
+
+class Player(Protocol):
+    """Acts outside of learning: for evaluation, recording and `predict`."""
+
+    def act(self, obs: Any, fresh: Array | None, deterministic: bool) -> Array:
+        """Actions for a batch; ``fresh`` marks the first observations of episodes."""
+        ...
 
 
 class Learner(Protocol):
@@ -27,9 +36,16 @@ class Learner(Protocol):
 
     values: Array
     """Values of the observations of steps 0..t, (t+1, n); complete after `finish`."""
+    moment_list: list[RunningMoments]
 
     @property
-    def theta(self) -> Array: ...
+    def theta(self) -> Array:
+        """All parameters, flat."""
+        ...
+
+    def set_theta(self, theta: Array) -> None:
+        """Take over parameters."""
+        ...
 
     def begin(self, driver: Driver) -> None:
         """Start a rollout at the driver's present observation."""
@@ -53,6 +69,22 @@ class Learner(Protocol):
 
     def refresh(self) -> Array:
         """Values and log probabilities under the present parameters; returns log ratios to the acting ones."""
+        ...
+
+    def player(self, count: int, seed: int) -> Player:
+        """Something that acts with the present parameters in ``count`` environments."""
+        ...
+
+    def to_named(self) -> dict[str, Array]:
+        """Copies of the parameters by name."""
+        ...
+
+    def from_named(self, named: dict[str, Array]) -> None:
+        """Take over parameters that `to_named` gave."""
+        ...
+
+    def start(self, seed: list[int]) -> None:
+        """Seed the sampling and draw the first parameters."""
         ...
 
     def learn(self, batch: Batch, lr: float, report: bool) -> dict[str, float]:
