@@ -19,6 +19,7 @@ class Progress:
         self._bar: Any = None
         self._task: Any = None
         self._last_plain_s = 0.0
+        self._last_step = -1.0
 
     def __enter__(self) -> Progress:
         if self.shown and sys.stderr.isatty():
@@ -41,8 +42,8 @@ class Progress:
         share = self.goal.progress(int(row["step"]), row["seconds"])
         if self._bar is not None:
             self._bar.update(self._task, completed=share, told=told(row))
-        elif last or row["seconds"] - self._last_plain_s >= _PLAIN_EVERY_S:
-            self._last_plain_s = row["seconds"]
+        elif (last and row["step"] != self._last_step) or row["seconds"] - self._last_plain_s >= _PLAIN_EVERY_S:
+            self._last_plain_s, self._last_step = row["seconds"], row["step"]
             sys.stderr.write(f"{self.name}: {told(row)}\n")
 
     def __exit__(
