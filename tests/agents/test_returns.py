@@ -6,22 +6,15 @@ advantages over the end of an episode, and reading the next row one step too ear
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from agent_oracles import oracle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.agents.returns import gae, vtrace
-
-_spec = importlib.util.spec_from_file_location("oracle", Path(__file__).parent.parent / "oracles" / "agents.py")
-assert _spec and _spec.loader
-oracle = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(oracle)
-
 
 @st.composite
 def rollouts(draw: Any) -> dict[str, Any]:

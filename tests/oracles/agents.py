@@ -66,3 +66,43 @@ def vtrace_advantage(
         )
     rho = min(rho_bar, math.exp(float(log_ratios[t][n])))
     return rho * (float(rewards[t][n]) + gamma * after - float(values[t][n]))
+
+
+def plain_loss(
+    parameters: dict[str, Any], x: Any, raw: Any, advantages: Any, targets: Any, mask: Any, *,
+    sizes: tuple[int, ...], shared: bool, activation: str, value_coef: float, entropy_coef: float,
+) -> Any:  # fmt: skip
+    """The whole actor-critic loss as one would first write it, row by row, for autograd to differentiate."""
+    import torch
+
+    squash = torch.tanh if activation == "tanh" else torch.relu
+
+    def through(body: str, row: Any) -> Any:
+        layer = 0
+        while f"{body}.{2 * layer}.weight" in parameters:
+            name = f"{body}.{2 * layer}"
+            row = squash(parameters[f"{name}.weight"] @ row + parameters[f"{name}.bias"])
+            layer += 1
+        return row
+
+    total, count = torch.zeros((), dtype=torch.float64), 0
+    for i in range(len(x)):
+        if not mask[i]:
+            continue
+        count += 1
+        for_policy = through("body" if shared else "policy_body", x[i])
+        for_value = through("body" if shared else "value_body", x[i])
+        out = parameters["policy_head.weight"] @ for_policy + parameters["policy_head.bias"]
+        value = (parameters["value_head.weight"] @ for_value + parameters["value_head.bias"])[0]
+        if sizes:
+            log_p, entropy, start = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64), 0
+            for part, size in enumerate(sizes):
+                p = torch.softmax(out[start : start + size], 0)
+                log_p = log_p + torch.log(p[int(raw[i][part])])
+                entropy = entropy - (p * torch.log(p)).sum()
+                start += size
+        else:
+            normal = torch.distributions.Normal(out, torch.exp(parameters["log_std"]))
+            log_p, entropy = normal.log_prob(raw[i].double()).sum(), normal.entropy().sum()
+        total = total - advantages[i] * log_p + value_coef * (value - targets[i]) ** 2 - entropy_coef * entropy
+    return total / count

@@ -150,7 +150,7 @@ def _orthogonal(rows: int, columns: int, gain: float, generator: torch.Generator
 
 
 def _put(named: dict[str, Array], name: str, block: Array) -> None:
-    named[f"{name}.weight"] = np.ascontiguousarray(block[:-1].T)
+    named[f"{name}.weight"] = np.array(block[:-1].T, order="C")
     named[f"{name}.bias"] = block[-1].copy()
 
 
