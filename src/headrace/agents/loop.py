@@ -26,7 +26,11 @@ class Loop:
 
     def collect(self) -> None:
         """Act for one rollout."""
-        learner, driver, rollout = self.learner, self.driver, self.rollout
+        self.act_rollout(self.learner, self.rollout)
+
+    def act_rollout(self, learner: Learner, rollout: Rollout) -> None:
+        """Act for one rollout with ``learner``, into ``rollout``."""
+        driver = self.driver
         rollout.finals.clear()
         learner.begin(driver)
         for t in range(self.config.n_steps):
@@ -35,6 +39,9 @@ class Loop:
             learner.see(t, driver)
         learner.finish()
         rollout.check(learner, driver.steps - self.config.n_steps)
+
+    def finish(self) -> None:
+        """Called when a run ends; there is nothing under way here."""
 
     def update(self, lr: float, report: bool = False) -> dict[str, float]:
         """Learn from the rollout that was collected last."""

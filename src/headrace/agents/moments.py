@@ -43,6 +43,10 @@ class RunningMoments:
         self.sums[1 + self.width :] += (rows * rows).sum(0)
         round_to_40_bits(self.sums)
 
+    def take(self, other: RunningMoments) -> None:
+        """Count and scale as ``other`` does."""
+        self.sums[:], self.mean[:], self.inverse_std[:] = other.sums, other.mean, other.inverse_std
+
     def refresh(self) -> None:
         """Use what was counted from now on."""
         count = self.sums[0]

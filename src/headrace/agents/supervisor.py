@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import time
 from collections.abc import Callable
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 Report = Callable[[dict[str, Any]], None]
 _LOOK_EVERY_S = 0.05
 _ROW_EVERY_S = 0.5
+_END_S = 5.0  # a worker ends after its present rollout, unless it hangs
 _START_S = 120.0  # importing torch on a loaded machine takes tens of seconds; a guess with room
 
 
@@ -75,11 +77,10 @@ def run(agent: ActorCritic, goal: Goal, report: Report, records: Records) -> str
         config=config, goal=goal, env=agent.env, env_options=agent.env_options, vectorization=agent.vectorization,
         optimizer=agent.optimizer, module=agent.module,
     )  # fmt: skip
-    watch = _Watch(spec, store, Board(context, config.workers), context, report, records)
     try:
-        return watch.go()
+        with _Watch(spec, store, Board(context, config.workers), context, report, records) as watch:
+            return watch.go()
     finally:
-        watch.end()
         _take_over(loop, store)
         if isinstance(store, SharedStore):
             store.close()
@@ -111,7 +112,7 @@ class _Watch:
         self.spec, self.store, self.board, self.context = spec, store, board, context
         self.report, self.records = report, records
         self.restarts = 0
-        self.workers = [self._start(number, 0) for number in range(spec.config.workers)]
+        self.workers: list[_Worker] = []
         self.first_beat_s: float | None = None
         self.ended_s: float | None = None
         self.reported = (0, 0.0)
@@ -147,7 +148,13 @@ class _Watch:
             return 0.0
         return (self.ended_s or time.monotonic()) - self.first_beat_s
 
+    def __enter__(self) -> _Watch:
+        return self
+
     def go(self) -> str:
+        """Start the workers and watch until the goal is reached."""
+        for number in range(self.spec.config.workers):
+            self.workers.append(self._start(number, 0))
         while True:
             time.sleep(_LOOK_EVERY_S)
             if self.first_beat_s is None and self.board.total("steps"):
@@ -232,19 +239,19 @@ class _Watch:
 
     def _join(self) -> None:
         for worker in self.workers:
-            worker.process.join(timeout=10.0)
+            worker.process.join(timeout=_END_S)
 
-    def end(self) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         """End every process that was started here."""
         self.board.stop()
-        self._join_or_kill()
-
-    def _join_or_kill(self) -> None:
+        self._join()
         for worker in self.workers:
-            worker.process.join(timeout=2.0)
             if worker.process.is_alive():
                 worker.process.kill()
                 worker.process.join()
+            worker.process.close()
 
 
 def _mean(values: Any) -> float:

@@ -21,7 +21,10 @@ _ROW_EVERY_S = 0.5
 
 def run(config: Config, loop: Loop, goal: Goal, report: Report) -> str:
     """Learn until the goal is reached; returns why it ended."""
-    return _Run(config, loop, goal, report).go()
+    try:
+        return _Run(config, loop, goal, report).go()
+    finally:
+        loop.finish()
 
 
 class _Run:
