@@ -37,8 +37,8 @@ class Match(gymnasium.Env):
 class Clock(gymnasium.Env):
     """Reward 1 at every step and one observation for ever; an episode ends after ``length`` steps.
 
-    With a discount of g the value is 1/(1-g) when the end is a time limit, however short the limit is. When the end is a
-    termination and ``length`` is 1, the value is 1.
+    With a discount of g the value is 1/(1-g) when the end is a time limit, however short the limit is. When the end is
+    a termination and ``length`` is 1, the value is 1.
     """
 
     observation_space = spaces.Box(0.0, 1.0, (1,), np.float32)
@@ -162,6 +162,12 @@ class Breaks(Match):
         if left:
             os.truncate(self.allowance, left - 1)
         return bool(left)
+
+
+def hold_the_lock(store: Any) -> None:
+    """Die while holding a store's lock."""
+    with store._locked():
+        os._exit(7)
 
 
 class NeverStarts(gymnasium.vector.VectorEnv):

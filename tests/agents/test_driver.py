@@ -24,7 +24,9 @@ MODES = (AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP, AutoresetMode.DISABLE
 
 def drive(mode: AutoresetMode, n: int, steps: int, seed: int, p_end: float) -> tuple[list[Any], list[Any]]:
     """What the driver says happened, and what the environments logged, row by row."""
-    envs = SyncVectorEnv([lambda i=i: Ledger(10_000 * i, seed + i, p_end) for i in range(n)], autoreset_mode=mode)
+    envs = SyncVectorEnv(
+        [lambda i=i: Ledger(10_000 * i, seed + i, p_end) for i in range(n)], autoreset_mode=mode
+    )
     driver = Driver(envs, Observations(envs.single_observation_space))
     driver.reset(0)
     said: list[list[Any]] = [[] for _ in range(n)]
@@ -32,14 +34,23 @@ def drive(mode: AutoresetMode, n: int, steps: int, seed: int, p_end: float) -> t
         before = np.array(driver.obs)[:, 0]
         driver.step(np.zeros(n, np.int64))
         after = np.array(driver.obs)[:, 0]
-        final = dict(zip(driver.final_rows, driver.final_obs[:, 0], strict=True)) if driver.final_rows is not None else {}
+        final = (
+            dict(zip(driver.final_rows, driver.final_obs[:, 0], strict=True))
+            if driver.final_rows is not None
+            else {}
+        )
         for i in np.flatnonzero(driver.live):
             terminated, truncated = bool(driver.terminated[i]), bool(driver.truncated[i])
             told = final.get(i, after[i])
             # What follows a termination is never looked at, so the driver need not know it.
-            said[i].append((before[i], driver.rewards[i], None if terminated else told, terminated, truncated))
+            said[i].append(
+                (before[i], driver.rewards[i], None if terminated else told, terminated, truncated)
+            )
     logged = [
-        [(s, r, None if terminated else after, terminated, truncated) for s, r, after, terminated, truncated in env.log]
+        [
+            (s, r, None if terminated else after, terminated, truncated)
+            for s, r, after, terminated, truncated in env.log
+        ]
         for env in envs.envs
     ]
     return said, logged
@@ -48,7 +59,9 @@ def drive(mode: AutoresetMode, n: int, steps: int, seed: int, p_end: float) -> t
 @pytest.mark.parametrize("mode", MODES)
 @settings(max_examples=40, deadline=None)
 @given(n=st.integers(1, 4), seed=st.integers(0, 10**6), p_end=st.sampled_from((0.0, 0.1, 0.5, 1.0)))
-def test_live_rows_are_exactly_the_true_transitions(mode: AutoresetMode, n: int, seed: int, p_end: float) -> None:
+def test_live_rows_are_exactly_the_true_transitions(
+    mode: AutoresetMode, n: int, seed: int, p_end: float
+) -> None:
     said, logged = drive(mode, n, 25, seed, p_end)
     assert said == logged
 
@@ -105,7 +118,7 @@ def test_same_step_without_final_observations_is_an_error() -> None:
 
 def test_modes_are_read_from_metadata() -> None:
     class Row:
-        metadata: dict[str, Any] = {}
+        metadata: Any = None
 
     assert autoreset_mode(Row()) == ("NextStep", False)
     Row.metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}

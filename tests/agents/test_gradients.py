@@ -71,7 +71,9 @@ def expected(learner: Any, batch: Batch, config: Config) -> dict[str, np.ndarray
 @pytest.mark.parametrize("kind", [HandwrittenLearner, TorchLearner])
 @pytest.mark.parametrize("action", list(ACTIONS))
 @pytest.mark.parametrize(("shared", "activation", "entropy"), [(False, "tanh", 0.1), (True, "relu", 0.0)])
-def test_gradient_is_autograd_s(kind: Any, action: str, shared: bool, activation: str, entropy: float) -> None:
+def test_gradient_is_autograd_s(
+    kind: Any, action: str, shared: bool, activation: str, entropy: float
+) -> None:
     config = Config(
         n_steps=STEPS, n_envs=N, hidden=(7, 6), shared=shared, activation=activation, entropy_coef=entropy,
         optimizer="sgd", max_grad_norm=0.0, policy="mlp",
@@ -93,7 +95,9 @@ def test_both_learners_agree_on_losses_and_log_probabilities(action: str) -> Non
     found = []
     for kind in (HandwrittenLearner, TorchLearner):
         config = Config(n_steps=STEPS, n_envs=N, hidden=(7, 6), correction="vtrace", optimizer="sgd")
-        learner = kind(config, Observations(spaces.Box(-9, 9, (5,), np.float32)), Actions(ACTIONS[action]), N, "sgd")
+        learner = kind(
+            config, Observations(spaces.Box(-9, 9, (5,), np.float32)), Actions(ACTIONS[action]), N, "sgd"
+        )
         batch = filled(learner, np.random.default_rng(1))
         if found:
             learner.from_named(found[0][0])

@@ -1,9 +1,9 @@
 """Agents learn what can be learned, and their values are the ones that theory gives.
 
-False alarms. Synchronous runs with fixed seeds are deterministic on one machine, so these tests cannot flicker; what may change
-from machine to machine is rounding. `Match` was run with 200 other seeds: the worst mean return was {worst}
-of 10 against the threshold of 9, see the numbers beside each test. An agent that guesses has a mean of 5 with
-a standard error of 0.35 over 20 episodes: it passes by luck less than once in 10^20.
+False alarms. Synchronous runs with fixed seeds are deterministic on one machine, so these tests cannot flicker; what
+may change from machine to machine is rounding. FALSE_ALARMS
+An agent that guesses has a mean of 5 with a standard error of 0.35 over 20 episodes: it passes by luck less than
+once in 10^20.
 
 Planted once, and each caught here: bootstrapping through a termination (`Clock` of one step has value 10 instead of 1),
 not bootstrapping a truncation, the value of the next episode's first observation at a truncation in SAME_STEP mode,
@@ -29,10 +29,17 @@ def vector(make: Any, mode: AutoresetMode, n: int = 4) -> SyncVectorEnv:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("length", "terminates", "value"), [(3, False, 10.0), (1, False, 10.0), (1, True, 1.0)])
+@pytest.mark.parametrize(
+    ("length", "terminates", "value"), [(3, False, 10.0), (1, False, 10.0), (1, True, 1.0)]
+)
 def test_values_follow_from_how_episodes_end(mode: Any, length: int, terminates: bool, value: float) -> None:
     agent = hr.ActorCritic(
-        vector(lambda: Clock(length, terminates), mode), gamma=0.9, lr=0.02, hidden=(8,), optimizer="adam", n_steps=5
+        vector(lambda: Clock(length, terminates), mode),
+        gamma=0.9,
+        lr=0.02,
+        hidden=(8,),
+        optimizer="adam",
+        n_steps=5,
     )
     agent.learn(steps=20_000)
     found = agent._learner.values_of(np.ones((1, 1), np.float32), np.array([0]))[0]
@@ -47,7 +54,9 @@ def test_a_lamp_is_learned_in_every_autoreset_mode(mode: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["compiled off", "bfloat16", "vtrace"])
 def test_the_torch_learner_learns_too(kind: str) -> None:
-    more = {"compiled off": {}, "bfloat16": {"precision": "bfloat16"}, "vtrace": {"correction": "vtrace"}}[kind]
+    more = {"compiled off": {}, "bfloat16": {"precision": "bfloat16"}, "vtrace": {"correction": "vtrace"}}[
+        kind
+    ]
     import torch
 
     body = torch.nn.Sequential(torch.nn.Linear(2, 16), torch.nn.Tanh())
@@ -56,7 +65,14 @@ def test_the_torch_learner_learns_too(kind: str) -> None:
 
 
 def test_a_memory_recalls_and_a_network_without_one_cannot() -> None:
-    options: dict[str, Any] = {"n_envs": 8, "n_steps": 6, "lr": 0.01, "hidden": (16,), "gae_lambda": 1.0, "seed": 2}
+    options: dict[str, Any] = {
+        "n_envs": 8,
+        "n_steps": 6,
+        "lr": 0.01,
+        "hidden": (16,),
+        "gae_lambda": 1.0,
+        "seed": 2,
+    }
     memory = hr.ActorCritic(Recall, policy="lstm", lstm_size=16, **options).learn(steps=16_000)
     assert memory.evaluate(50, deterministic=True).mean > 0.9
     plain = hr.ActorCritic(Recall, policy="mlp", **options).learn(steps=16_000)

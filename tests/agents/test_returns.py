@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from headrace.agents.returns import gae, vtrace
 
+
 @st.composite
 def rollouts(draw: Any) -> dict[str, Any]:
     steps, n = draw(st.integers(1, 7)), draw(st.integers(1, 4))
@@ -75,7 +76,18 @@ def test_vtrace_is_the_paper_s_sum(r: dict[str, Any], rho_bar: float, c_bar: flo
     advantages, targets = vtrace(
         *(r[k] for k in PLAIN), r["log_ratios"], r["gamma"], r["lambda_"], rho_bar, c_bar
     )
-    names = ("rewards", "values", "next_values", "ended", "terminated", "log_ratios", "gamma", "lam", "rho_bar", "c_bar")
+    names = (
+        "rewards",
+        "values",
+        "next_values",
+        "ended",
+        "terminated",
+        "log_ratios",
+        "gamma",
+        "lam",
+        "rho_bar",
+        "c_bar",
+    )
     for found, function in ((targets, oracle.vtrace_target), (advantages, oracle.vtrace_advantage)):
         expected = naive(function, r, *names, rho_bar=rho_bar, c_bar=c_bar)
         np.testing.assert_allclose(found, expected, atol=1e-4)

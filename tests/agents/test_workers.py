@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from agent_worlds import Breaks, Match
+from agent_worlds import Breaks, Match, hold_the_lock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,7 +24,6 @@ from headrace.agents.exchange import staleness_scale
 from headrace.agents.moments import round_to_40_bits
 from headrace.agents.supervisor import judge
 from headrace.errors import OptionError, WorkerError
-
 
 SLOW = pytest.mark.slow  # each starts processes that import torch; the quick ones cover the same paths
 
@@ -68,7 +67,12 @@ def test_a_failing_environment_is_restarted_and_counted(tmp_path: Path, how: str
     allowance = tmp_path / "allowance"
     allowance.write_bytes(b"x")
     agent = hr.ActorCritic(
-        Breaks, env_options={"allowance": str(allowance), "how": how}, n_envs=2, workers=1, mode="hybrid", hang_s=1.0
+        Breaks,
+        env_options={"allowance": str(allowance), "how": how},
+        n_envs=2,
+        workers=1,
+        mode="hybrid",
+        hang_s=1.0,
     )
     agent.learn(steps=3_000)
     assert agent.metrics_[-1]["restarts"] == 1
@@ -94,7 +98,9 @@ def test_asynchronous_workers_learn_and_log_their_staleness() -> None:
     agent.learn(steps=12_000)
     last = agent.metrics_[-1]
     assert agent.evaluate(20).mean > 9.0
-    assert last["pushes"] == last["step"] / 5  # one environment each, five steps an update, every update pushed
+    assert (
+        last["pushes"] == last["step"] / 5
+    )  # one environment each, five steps an update, every update pushed
     assert 0.0 <= last["staleness"] <= last["staleness_max"]
 
 
@@ -159,20 +165,17 @@ def test_the_store_adds_and_its_lock_dies_with_its_holder() -> None:
 
     context = multiprocessing.get_context("spawn")
     store = SharedStore(context, {"theta": np.ones(3, np.float32), "pushes": np.zeros(1)})
-    holder = context.Process(target=_hold_the_lock, args=(store,))
+    holder = context.Process(target=hold_the_lock, args=(store,))
     holder.start()
     holder.join()
     assert holder.exitcode == 7
-    store.push({"theta": torch.full((3,), 0.5, dtype=torch.float64), "pushes": torch.ones(1, dtype=torch.float64)})
+    store.push(
+        {"theta": torch.full((3,), 0.5, dtype=torch.float64), "pushes": torch.ones(1, dtype=torch.float64)}
+    )
     pulled = store.pull()
     assert pulled["theta"].tolist() == [1.5] * 3 and pulled["pushes"].tolist() == [1.0]
     store.close()
     assert not Path(store._path).exists()
-
-
-def _hold_the_lock(store: Any) -> None:
-    with store._locked():
-        os._exit(7)
 
 
 def test_staleness_scales_only_what_is_too_stale() -> None:

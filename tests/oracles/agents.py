@@ -11,7 +11,9 @@ def following(t: int, n: int, next_values: Any, terminated: Any) -> float:
     return 0.0 if terminated[t][n] else float(next_values[t][n])
 
 
-def n_step_return(t: int, n: int, rewards: Any, next_values: Any, ended: Any, terminated: Any, gamma: float) -> float:
+def n_step_return(
+    t: int, n: int, rewards: Any, next_values: Any, ended: Any, terminated: Any, gamma: float
+) -> float:
     """Rewards from step t to the end of its episode or of the rollout, then the value of what follows."""
     total, discount = 0.0, 1.0
     for s in range(t, len(rewards)):
@@ -23,7 +25,15 @@ def n_step_return(t: int, n: int, rewards: Any, next_values: Any, ended: Any, te
 
 
 def gae_advantage(
-    t: int, n: int, rewards: Any, values: Any, next_values: Any, ended: Any, terminated: Any, gamma: float, lam: float
+    t: int,
+    n: int,
+    rewards: Any,
+    values: Any,
+    next_values: Any,
+    ended: Any,
+    terminated: Any,
+    gamma: float,
+    lam: float,
 ) -> float:
     """The sum of (gamma·lambda)^k times the one-step errors, up to the end of the episode."""
     total = 0.0
@@ -95,7 +105,11 @@ def plain_loss(
         out = parameters["policy_head.weight"] @ for_policy + parameters["policy_head.bias"]
         value = (parameters["value_head.weight"] @ for_value + parameters["value_head.bias"])[0]
         if sizes:
-            log_p, entropy, start = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64), 0
+            log_p, entropy, start = (
+                torch.zeros((), dtype=torch.float64),
+                torch.zeros((), dtype=torch.float64),
+                0,
+            )
             for part, size in enumerate(sizes):
                 p = torch.softmax(out[start : start + size], 0)
                 log_p = log_p + torch.log(p[int(raw[i][part])])
@@ -104,5 +118,7 @@ def plain_loss(
         else:
             normal = torch.distributions.Normal(out, torch.exp(parameters["log_std"]))
             log_p, entropy = normal.log_prob(raw[i].double()).sum(), normal.entropy().sum()
-        total = total - advantages[i] * log_p + value_coef * (value - targets[i]) ** 2 - entropy_coef * entropy
+        total = (
+            total - advantages[i] * log_p + value_coef * (value - targets[i]) ** 2 - entropy_coef * entropy
+        )
     return total / count

@@ -36,7 +36,7 @@ class ActorCritic:
     """An agent that learns by advantage actor-critic.
 
     ``env`` is an id such as ``"CartPole-v1"``, a function that makes an environment, or a vector environment.
-    ``policy`` is "auto", "mlp", "cnn", "lstm" or a torch module. ``workers=2`` and more learn in processes of their own.
+    ``policy`` is "auto", "mlp", "cnn", "lstm" or a torch module. ``workers=2`` and more learn in their own processes.
     ``cluster`` is None, or an object whose ``open_store(names_to_arrays)`` gives a `types.ParameterStore` that
     every worker can reach. All other options are the fields of `config.Config`.
     """
@@ -113,13 +113,13 @@ class ActorCritic:
             )
         fast = self.module is None and is_handwritten(config)
         learner = "hand-written" if fast else "torch"
-        reason = "a small network on the CPU" if fast else "the network, the device or the precision asks for it"
+        reason = (
+            "a small network on the CPU" if fast else "the network, the device or the precision asks for it"
+        )
         return made, config, plan.with_("learner", learner, reason)
 
     def _make(self, n_envs: int) -> environments.Made:
-        return environments.make(
-            self.env, n_envs, vectorization=self.vectorization, options=self.env_options
-        )
+        return environments.make(self.env, n_envs, vectorization=self.vectorization, options=self.env_options)
 
     def _note_oddities(self) -> None:
         if not self._driver.mode_is_declared:
@@ -154,9 +154,7 @@ class ActorCritic:
         """
         goal = Goal(steps=steps, seconds=seconds, target_return=target_return)
         about = self._about()
-        records = open_records(
-            out, self.plan, {"env": self.name, **about["config"]}, overwrite=overwrite
-        )
+        records = open_records(out, self.plan, {"env": self.name, **about["config"]}, overwrite=overwrite)
         try:
             with Progress(goal, self.name, progress) as shown:
                 self.stopped_ = self._run(goal, records, shown, callback)
@@ -209,9 +207,16 @@ class ActorCritic:
         A recurrent policy starts from an empty memory; use `player` to keep one over an episode.
         """
         batch, single = self._as_batch(obs)
-        count = len(batch if not isinstance(batch, dict) else self.observations.pick(batch, self.observations.leaves[0]))
-        actions = self.player(count).act(batch, np.ones(count, bool), deterministic)
-        return actions[0] if single else actions
+        count = len(
+            batch
+            if not isinstance(batch, dict)
+            else self.observations.pick(batch, self.observations.leaves[0])
+        )
+        actions: Array = self.player(count).act(batch, np.ones(count, bool), deterministic)
+        if not single:
+            return actions
+        first: Array = actions[0]
+        return first
 
     def _as_batch(self, obs: Any) -> tuple[Any, bool]:
         leaf = self.observations.leaves[0]
@@ -228,7 +233,9 @@ class ActorCritic:
         """Acts step by step in ``count`` environments: ``player.act(obs, fresh, deterministic)``."""
         return self._learner.player(count, self.config.seed if seed is None else seed)
 
-    def evaluate(self, episodes: int = 20, *, deterministic: bool = True, seed: int | None = None) -> Evaluation:
+    def evaluate(
+        self, episodes: int = 20, *, deterministic: bool = True, seed: int | None = None
+    ) -> Evaluation:
         """Play whole episodes with the present parameters, in environments of their own where they can be made.
 
         A vector environment that was passed in is used itself: its running episodes are given up.
@@ -262,12 +269,14 @@ class ActorCritic:
     def load(cls, folder: str | Path, env: Any = None, **changes: Any) -> ActorCritic:
         """The agent that was saved in ``folder``, ready to act and to learn on.
 
-        ``env`` is needed when it was not an id. ``changes`` replace options, such as ``policy=`` for a user's own module.
+        ``env`` is needed when it was not an id. ``changes`` replace options, such as ``policy=`` for one's own module.
         """
         about = files.read_about(folder)
         env = about["env"] if env is None else env
         if env is None:
-            raise OptionError(f"the agent in {folder} was trained on {about['name']}, which has no id; pass env=")
+            raise OptionError(
+                f"the agent in {folder} was trained on {about['name']}, which has no id; pass env="
+            )
         if about["config"]["policy"] == "module" and not isinstance(changes.get("policy"), torch.nn.Module):
             raise OptionError(f"the agent in {folder} has a policy module of its own; pass policy=")
         options = {

@@ -91,7 +91,9 @@ class Config:
             if isinstance(value, bool) or not isinstance(value, int):
                 raise OptionError(f"{name}={value!r} must be a whole number")
         if not self.hidden and self.policy == "mlp":
-            raise OptionError("hidden=() leaves no layer; give at least one width, for example hidden=(64, 64)")
+            raise OptionError(
+                "hidden=() leaves no layer; give at least one width, for example hidden=(64, 64)"
+            )
         if any(not isinstance(width, int) or width < 1 for width in self.hidden):
             raise OptionError(f"hidden={self.hidden!r} must be whole numbers of at least 1")
 

@@ -43,7 +43,9 @@ def autoreset_mode(env: Any) -> tuple[str, bool]:
     for known in (NEXT_STEP, SAME_STEP, DISABLED):
         if name == known.lower():
             return known, True
-    raise DataError(f"the environment's autoreset mode is {mode!r}; NextStep, SameStep and Disabled are known")
+    raise DataError(
+        f"the environment's autoreset mode is {mode!r}; NextStep, SameStep and Disabled are known"
+    )
 
 
 class Episodes:

@@ -125,7 +125,9 @@ def _from_envpool(task: str, n_envs: int, options: dict[str, Any]) -> Any:
     try:
         import envpool
     except ImportError as error:
-        raise MissingExtraError(f"{task!r} from EnvPool needs the package envpool; pip install envpool") from error
+        raise MissingExtraError(
+            f"{task!r} from EnvPool needs the package envpool; pip install envpool"
+        ) from error
     return envpool.make(task, env_type="gymnasium", num_envs=n_envs, **options)
 
 
@@ -140,7 +142,7 @@ def unknown_id(gymnasium: Any, id_: str) -> str:
     near = versions or ([guess] if guess else [])
     hint = f"did you mean {' or '.join(near)}? " if near else ""
     return (
-        f"unknown environment {id_!r}: {hint}{len(registered)} are registered (gymnasium.pprint_registry() lists them); "
+        f"unknown environment {id_!r}: {hint}{len(registered)} are registered, gymnasium.pprint_registry() lists them; "
         "one of another package needs that package imported first"
     )
 

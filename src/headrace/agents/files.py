@@ -1,7 +1,7 @@
 """A saved agent: ``model.safetensors`` (parameters and normalisation) and ``agent.json`` (everything else).
 
-Nothing is pickled: loading a file from a stranger runs none of their code. What cannot be written down in JSON, a user's
-own environment function or policy module, is passed to `load` again.
+Nothing is pickled: loading a file from a stranger runs none of their code. What cannot be written down in JSON, a
+user's own environment function or policy module, is passed to `load` again.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ def read_about(folder: str | Path) -> dict[str, Any]:
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise RunFolderError(f"{path} is damaged ({error}); restore it") from error
     if not isinstance(about, dict) or about.get("format") != FORMAT:
-        raise RunFolderError(f"{path} is not an agent in format {FORMAT}; use the version of Headrace that wrote it")
+        raise RunFolderError(
+            f"{path} is not an agent in format {FORMAT}; use the version of Headrace that wrote it"
+        )
     return about
 
 

@@ -39,7 +39,11 @@ class Goal:
 
     def reached(self, steps: int, seconds: float, episodes: int, mean_return: float) -> str | None:
         """Why the run is over, or None."""
-        if self.target_return is not None and episodes >= _FEWEST_EPISODES and mean_return >= self.target_return:
+        if (
+            self.target_return is not None
+            and episodes >= _FEWEST_EPISODES
+            and mean_return >= self.target_return
+        ):
             return f"the mean return reached {mean_return:g}"
         if self.steps is not None and steps >= self.steps:
             return f"{steps} steps were made"
@@ -49,7 +53,15 @@ class Goal:
 
 
 def row(
-    *, step: int, seconds: float, episodes: int, mean: float, best: float, length: float, lr: float, rate: float
+    *,
+    step: int,
+    seconds: float,
+    episodes: int,
+    mean: float,
+    best: float,
+    length: float,
+    lr: float,
+    rate: float,
 ) -> dict[str, float]:
     """One row of metrics; what is not known yet is left out."""
     values = {

@@ -28,11 +28,18 @@ Array = NDArray[Any]
 class HandwrittenLearner:
     """Implements `rollout.Learner`."""
 
-    def __init__(self, config: Config, observations: Observations, actions: Actions, n: int, optimizer: Any) -> None:
+    def __init__(
+        self, config: Config, observations: Observations, actions: Actions, n: int, optimizer: Any
+    ) -> None:
         self.config, self.observations, self.actions, self.n = config, observations, actions, n
         self.head = make_head(actions)
         self.net = Mlp(
-            observations.width, config.hidden, self.head.n_out, self.head.n_extra, config.shared, config.activation
+            observations.width,
+            config.hidden,
+            self.head.n_out,
+            self.head.n_extra,
+            config.shared,
+            config.activation,
         )
         self.optimizer = FlatOptimizer(
             optimizer, torch.from_numpy(self.net.theta), torch.from_numpy(self.net.grad), config.max_grad_norm
@@ -76,7 +83,9 @@ class HandwrittenLearner:
             self.moments.apply(inputs)
 
     def begin(self, driver: Driver) -> None:
-        self._noise = self.head.noise(self.rng, len(self._raw_m)).reshape(len(self.raw), self.n, *self.head.noise_shape)
+        self._noise = self.head.noise(self.rng, len(self._raw_m)).reshape(
+            len(self.raw), self.n, *self.head.noise_shape
+        )
         self._encode(0, driver.obs)
 
     def act(self, t: int) -> Array:
@@ -124,7 +133,9 @@ class HandwrittenLearner:
         entropy_m = weights_m * np.float32(config.entropy_coef) if config.entropy_coef else None
         errors_m = (acts.values[:, 0] - batch.targets.reshape(-1)) * weights_m
         losses = self._losses(acts, batch, weight_m, weights_m) if report else {}
-        d_out = self.head.backward(acts.out, self.net.extra, self._raw_m, weight_m, entropy_m, self.net.g_extra)
+        d_out = self.head.backward(
+            acts.out, self.net.extra, self._raw_m, weight_m, entropy_m, self.net.g_extra
+        )
         self.net.backward(acts, d_out, (errors_m * np.float32(2.0 * config.value_coef))[:, None])
         self.optimizer.step(lr)
         return losses

@@ -36,7 +36,8 @@ class CategoricalHead:
         """What `sample` needs for ``rows`` rows."""
         uniform = rng.random((rows, self.parts, self.most), dtype=np.float32)
         # -log(-log(u)) with u kept away from 0, where the logarithm is infinite.
-        return -np.log(-np.log(np.maximum(uniform, np.float32(1e-30))))
+        noise: Array = -np.log(-np.log(np.maximum(uniform, np.float32(1e-30))))
+        return noise
 
     def pad(self, out: Array) -> Array:
         """Logits (m, n_out) as (m, k, a)."""
@@ -52,22 +53,25 @@ class CategoricalHead:
 
     def best(self, out: Array, extra: Array) -> Array:
         """The most probable actions."""
-        return self.pad(out).argmax(2)
+        best: Array = self.pad(out).argmax(2)
+        return best
 
     def log_probs(self, out: Array) -> Array:
         logits = self.pad(out)
-        shifted = logits - logits.max(2, keepdims=True)
+        shifted: Array = logits - logits.max(2, keepdims=True)
         shifted -= np.log(np.exp(shifted).sum(2, keepdims=True))
         return shifted
 
     def log_prob(self, out: Array, extra: Array, raw: Array) -> Array:
         """Log probability of each row's action, (m,)."""
         chosen = np.take_along_axis(self.log_probs(out), raw[..., None], 2)
-        return chosen.sum((1, 2))
+        log_p: Array = chosen.sum((1, 2))
+        return log_p
 
     def entropy(self, out: Array, extra: Array) -> Array:
         log_p = self.log_probs(out)
-        return -(np.exp(log_p) * log_p).sum((1, 2))
+        entropy: Array = -(np.exp(log_p) * log_p).sum((1, 2))
+        return entropy
 
     def backward(
         self, out: Array, extra: Array, raw: Array, weight_m: Array, entropy_m: Array | None, g_extra: Array
@@ -126,7 +130,8 @@ class GaussianHead:
         g_extra[:] = -(weight_m[:, None] * (z * z - 1.0)).sum(0)
         if entropy_m is not None:
             g_extra -= entropy_m.sum()
-        return -weight_m[:, None] * z * inverse
+        d: Array = -weight_m[:, None] * z * inverse
+        return d
 
 
 Head = CategoricalHead | GaussianHead

@@ -9,7 +9,8 @@ Policy and value are two *branches* of the same widths (one, when they share lay
 Biases are the last row of each weight, and activations carry a last column of ones that nothing overwrites, so
 there is no separate bias arithmetic. Shapes: B branches, m rows (steps × environments), d inputs, h units.
 
-The activations of acting are kept: as long as the parameters did not change since, learning needs no second forward pass.
+The activations of acting are kept: as long as the parameters did not change since, learning needs no second
+forward pass.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ class Mlp:
         self.branches = 1 if shared else 2
         self.activation = activation
         inputs = (width, *hidden[:-1])
-        shapes = [(self.branches, i + 1, h) for i, h in zip(inputs, hidden, strict=True)]
+        shapes: list[tuple[int, ...]] = [
+            (self.branches, i + 1, h) for i, h in zip(inputs, hidden, strict=True)
+        ]
         shapes += [(hidden[-1] + 1, n_out), (hidden[-1] + 1, 1), (n_extra,)]
         total = sum(int(np.prod(shape)) for shape in shapes)
         self.theta = np.zeros(total, np.float32)
@@ -65,9 +68,9 @@ class Mlp:
         gain = 2.0**0.5
         for weight in self.weights:
             for branch in weight:
-                branch[:-1] = _orthogonal(*branch[:-1].shape, gain, generator)
-        self.w_out[:-1] = _orthogonal(*self.w_out[:-1].shape, 0.01, generator)
-        self.w_value[:-1] = _orthogonal(*self.w_value[:-1].shape, 1.0, generator)
+                branch[:-1] = _orthogonal(branch[:-1], gain, generator)
+        self.w_out[:-1] = _orthogonal(self.w_out[:-1], 0.01, generator)
+        self.w_value[:-1] = _orthogonal(self.w_value[:-1], 1.0, generator)
 
     def plan(self, acts: Activations) -> list[tuple[Array, Array, Array, Array]]:
         """The views that `forward` needs, made once for a part of memory that is used again and again."""
@@ -143,10 +146,12 @@ def _views(flat: Array, shapes: list[tuple[int, ...]]) -> list[Array]:
     return views
 
 
-def _orthogonal(rows: int, columns: int, gain: float, generator: torch.Generator) -> Array:
+def _orthogonal(like: Array, gain: float, generator: torch.Generator) -> Array:
+    rows, columns = like.shape
     weight = torch.empty(columns, rows)
     torch.nn.init.orthogonal_(weight, gain, generator=generator)
-    return weight.numpy().T
+    transposed: Array = weight.numpy().T
+    return transposed
 
 
 def _put(named: dict[str, Array], name: str, block: Array) -> None:

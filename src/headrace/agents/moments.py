@@ -13,7 +13,9 @@ from numpy.typing import NDArray
 
 Array = NDArray[Any]
 _EPSILON = 1e-8
-_LIMIT = np.float32(10.0)  # normalised values are clipped to ±this, as every implementation since Baselines does
+_LIMIT = np.float32(
+    10.0
+)  # normalised values are clipped to ±this, as every implementation since Baselines does
 
 
 def round_to_40_bits(sums: Array) -> None:
@@ -86,5 +88,6 @@ class RewardScale:
         self.moments.refresh()
 
     def apply(self, rewards_tn: Array) -> Array:
-        scaled = rewards_tn * self.moments.inverse_std[0]
-        return np.clip(scaled, -_LIMIT, _LIMIT, out=scaled)
+        scaled: Array = rewards_tn * self.moments.inverse_std[0]
+        np.clip(scaled, -_LIMIT, _LIMIT, out=scaled)
+        return scaled

@@ -30,7 +30,10 @@ def _layer(layer: Any, gain: float) -> Any:
 def _stack(width: int, hidden: tuple[int, ...], activation: str) -> nn.Sequential:
     layers: list[nn.Module] = []
     for h in hidden:
-        layers += [_layer(nn.Linear(width, h), math.sqrt(2)), nn.Tanh() if activation == "tanh" else nn.ReLU()]
+        layers += [
+            _layer(nn.Linear(width, h), math.sqrt(2)),
+            nn.Tanh() if activation == "tanh" else nn.ReLU(),
+        ]
         width = h
     return nn.Sequential(*layers)
 
@@ -156,7 +159,9 @@ class LstmNet(Heads):
     def start_state(self, n: int, device: Any) -> LstmState:
         return torch.zeros(n, self.size, device=device), torch.zeros(n, self.size, device=device)
 
-    def forward(self, obs: dict[str, Tensor], state: LstmState, fresh_tn: Tensor) -> tuple[Tensor, Tensor, LstmState]:
+    def forward(
+        self, obs: dict[str, Tensor], state: LstmState, fresh_tn: Tensor
+    ) -> tuple[Tensor, Tensor, LstmState]:
         """``fresh_tn`` is 1 where a row is the first observation of its episode."""
         x = self.features(obs[FLAT] if self.flat else obs)
         h, c = state
@@ -182,7 +187,9 @@ class OwnNet(nn.Module):
                 given = self._call(trial)
         except Exception as error:
             shapes = {name or "observation": tuple(rows.shape) for name, rows in trial.items()}
-            raise ModelError(f"the policy module failed on two observations of shapes {shapes}: {error}") from error
+            raise ModelError(
+                f"the policy module failed on two observations of shapes {shapes}: {error}"
+            ) from error
         self.last: Heads | None = None
         self._log_std: nn.Parameter | None = None
         if isinstance(given, tuple):
@@ -199,7 +206,9 @@ class OwnNet(nn.Module):
     @staticmethod
     def _check(given: tuple[Any, ...], n_out: int) -> None:
         fits = (
-            len(given) == 2 and tuple(given[0].shape) == (2, n_out) and tuple(given[1].shape) in ((2,), (2, 1))
+            len(given) == 2
+            and tuple(given[0].shape) == (2, n_out)
+            and tuple(given[1].shape) in ((2,), (2, 1))
         )
         if not fits:
             raise ModelError(
@@ -238,7 +247,7 @@ def make_network(
         if all(leaf.kind != "image" for leaf in observations.leaves):
             raise ModelError(
                 'policy="cnn" needs an image of at least 36 pixels a side among the observations; '
-                f"found {[leaf.shape for leaf in observations.leaves]}; use policy=\"mlp\""
+                f'found {[leaf.shape for leaf in observations.leaves]}; use policy="mlp"'
             )
         return CnnNet(config, observations, n_out, n_extra)
     return LstmNet(config, observations, n_out, n_extra)

@@ -63,7 +63,10 @@ class FlatOptimizer:
 
     def _adam(self) -> None:
         means, squares, count, scratch = (
-            self.state["means"], self.state["squares"], self.state["count"], self._scratch
+            self.state["means"],
+            self.state["squares"],
+            self.state["count"],
+            self._scratch,
         )
         count += 1
         means.lerp_(self.grad, 0.1)

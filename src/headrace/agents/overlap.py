@@ -31,7 +31,9 @@ class OverlappedLoop(Loop):
     def __init__(self, config: Config, driver: Driver, learner: Learner, twin: Any) -> None:
         super().__init__(config, driver, learner)
         if config.policy == "lstm":
-            raise OptionError("overlap=True needs a policy without memory; the two learners would each keep half of it")
+            raise OptionError(
+                "overlap=True needs a policy without memory; the two learners would each keep half of it"
+            )
         self._own = learner
         self._sides: list[tuple[Any, Rollout]] = [
             (learner, self.rollout), (twin, Rollout(config.n_steps, driver.n))

@@ -24,7 +24,8 @@ class Progress:
     def __enter__(self) -> Progress:
         if self.shown and sys.stderr.isatty():
             from rich.console import Console
-            from rich.progress import BarColumn, Progress as RichProgress, TextColumn, TimeRemainingColumn
+            from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+            from rich.progress import Progress as RichProgress
 
             self._bar = RichProgress(
                 TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[told]}"),
@@ -42,7 +43,9 @@ class Progress:
         share = self.goal.progress(int(row["step"]), row["seconds"])
         if self._bar is not None:
             self._bar.update(self._task, completed=share, told=told(row))
-        elif (last and row["step"] != self._last_step) or row["seconds"] - self._last_plain_s >= _PLAIN_EVERY_S:
+        elif (last and row["step"] != self._last_step) or row[
+            "seconds"
+        ] - self._last_plain_s >= _PLAIN_EVERY_S:
             self._last_plain_s, self._last_step = row["seconds"], row["step"]
             sys.stderr.write(f"{self.name}: {told(row)}\n")
 

@@ -28,7 +28,7 @@ def resolve(
 ) -> tuple[Config, Plan]:
     """A complete configuration, and why each "auto" became what it is.
 
-    ``fixed_n`` is the number of rows of a vector environment that was passed in; ``cuda`` says whether a device is there.
+    ``fixed_n`` is the number of rows of a vector environment that was passed in; ``cuda`` says whether there is one.
     """
     chosen = {**DEFAULTS, **asked}
     images = any(leaf.kind == "image" for leaf in observations.leaves)
@@ -54,7 +54,9 @@ def resolve(
         decide("lr", 7e-4, "the rate that A2C's Atari results use")
         decide("gae_lambda", 1.0, "n-step returns, as A2C's Atari results use")
         decide("entropy_coef", 0.01, "games need exploration; the value that A2C's Atari results use")
-        decide("clip_rewards", 1.0, "games score in units from 1 to thousands; reported returns stay unclipped")
+        decide(
+            "clip_rewards", 1.0, "games score in units from 1 to thousands; reported returns stay unclipped"
+        )
     else:
         decide("policy", "mlp", "observations are vectors")
         decide("lr", 2e-3, "solves CartPole in every seed tried, see docs/agents.md")
@@ -77,7 +79,9 @@ def _workers(chosen: dict[str, Any], decide: Any) -> int:
     elif chosen["workers"] == "single":
         chosen["workers"] = 1
     decide(
-        "workers", 1, "one learner is exactly reproducible and never later at a target return; ask for more to scale"
+        "workers",
+        1,
+        "one learner is exactly reproducible and never later at a target return; ask for more to scale",
     )
     workers = chosen["workers"]
     if isinstance(workers, bool) or not isinstance(workers, int):

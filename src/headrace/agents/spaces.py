@@ -145,7 +145,9 @@ def _box_leaf(space: Any, name: str) -> Leaf:
 
 def _unsupported(what: str, space: Any, name: str) -> OptionError:
     where = f" (under {name!r})" if name else ""
-    known = "Box, Discrete, MultiDiscrete, MultiBinary" + (" and Dict of these" if what == "observation" else "")
+    known = "Box, Discrete, MultiDiscrete, MultiBinary" + (
+        " and Dict of these" if what == "observation" else ""
+    )
     return OptionError(
         f"the {what} space{where} is {type(space).__name__}, which is not supported; supported are {known}. "
         "Wrap the environment, for example with gymnasium.wrappers.FlattenObservation"
@@ -189,7 +191,9 @@ class Actions:
         self.low = space.low.ravel().astype(np.float32)
         self.high = space.high.ravel().astype(np.float32)
         if self.squash and not (np.isfinite(self.low).all() and np.isfinite(self.high).all()):
-            raise OptionError(f"squash=True needs finite bounds, and the action space is {space}; use squash=False")
+            raise OptionError(
+                f"squash=True needs finite bounds, and the action space is {space}; use squash=False"
+            )
 
     def to_env(self, raw: Array) -> Array:
         """Raw actions (batch, parts) as the environment wants them."""

@@ -14,6 +14,7 @@ holder dies, so a worker that is killed while it pushes leaves at worst half a d
 from __future__ import annotations
 
 import fcntl
+import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -41,14 +42,13 @@ class SharedStore:
             self._layout[name] = (start, start + array.size)
             start += array.size
         self._memory = context.RawArray("d", start)
-        descriptor, path = tempfile.mkstemp(prefix="headrace-store-")
-        self._path = path
-        self._file: Any = open(descriptor, "rb+")  # noqa: SIM115
+        self._lock: int | None
+        self._lock, self._path = tempfile.mkstemp(prefix="headrace-store-")
         for name, part in self._parts().items():
             part[:] = np.asarray(values[name], np.float64).reshape(-1)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_file": None}
+        return {**self.__dict__, "_lock": None}
 
     def _parts(self) -> dict[str, Array]:
         flat = np.frombuffer(self._memory, np.float64)
@@ -56,14 +56,14 @@ class SharedStore:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        if self._file is None:
+        if self._lock is None:
             # Opened anew in every process: a lock belongs to the open file, and must not be shared with a parent.
-            self._file = Path(self._path).open("rb+")
-        fcntl.flock(self._file, fcntl.LOCK_EX)
+            self._lock = os.open(self._path, os.O_RDWR)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
         try:
             yield
         finally:
-            fcntl.flock(self._file, fcntl.LOCK_UN)
+            fcntl.flock(self._lock, fcntl.LOCK_UN)
 
     def pull(self) -> dict[str, Tensor]:
         with self._locked():
@@ -76,6 +76,7 @@ class SharedStore:
                 parts[name] += change.numpy()
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
         Path(self._path).unlink(missing_ok=True)

@@ -1,7 +1,7 @@
 """Starts workers, watches them, starts those anew that die or hang, and ends the run.
 
 Two parts: `judge` decides, from plain numbers, what to do about one worker; `run` obeys. The parameters live in the
-store, so a restarted worker pulls and goes on; what is lost with it is its rollout and its optimiser's running averages.
+store, so a restarted worker pulls and goes on; what is lost is its rollout and its optimiser's running averages.
 
 Only processes started here are ever ended, through their own handles.
 """

@@ -51,7 +51,9 @@ class TorchLearner:
         widths = {FLAT: observations.width} if self.flat else {
             leaf.name: leaf.width for leaf in observations.leaves if leaf.kind != "image"
         }  # fmt: skip
-        self.moments = {name: RunningMoments(w) for name, w in widths.items()} if config.normalize_observations else {}
+        self.moments = (
+            {name: RunningMoments(w) for name, w in widths.items()} if config.normalize_observations else {}
+        )
         self.moment_list = list(self.moments.values())
         self._allocate(config.n_steps)
 
@@ -66,7 +68,9 @@ class TorchLearner:
             )
         self.network = network.to(self.device)
         self.theta_t, self.grad_t = _flatten(self.network)
-        self.optimizer = FlatOptimizer(self._optimizer_kind, self.theta_t, self.grad_t, self.config.max_grad_norm)
+        self.optimizer = FlatOptimizer(
+            self._optimizer_kind, self.theta_t, self.grad_t, self.config.max_grad_norm
+        )
         self._recurrent = isinstance(network, LstmNet)
         self._state, self._first_state = self._start_state(self.n), self._start_state(self.n)
         self._step = make_step(self)
@@ -88,8 +92,12 @@ class TorchLearner:
             self._arrays = {name: tensor.numpy() for name, tensor in staged.items()}
         self._staged = staged
         self.obs = staged if on_cpu else {name: t.to(self.device) for name, t in staged.items()}
-        self._unscaled = {name: np.zeros((steps, *arrays[name].shape[1:]), np.float32) for name in self.moments}
-        self.raw = torch.zeros((steps, self.n, self.head.parts), dtype=self.head.raw_dtype, device=self.device)
+        self._unscaled = {
+            name: np.zeros((steps, *arrays[name].shape[1:]), np.float32) for name in self.moments
+        }
+        self.raw = torch.zeros(
+            (steps, self.n, self.head.parts), dtype=self.head.raw_dtype, device=self.device
+        )
         self.fresh = torch.zeros(rows, device=self.device)
         self.values_t = torch.zeros(rows, device=self.device)
         self.values = self.values_t.numpy() if on_cpu else np.zeros(rows, np.float32)

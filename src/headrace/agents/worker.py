@@ -1,7 +1,8 @@
 """One worker of the asynchronous and hybrid modes: the synchronous loop, with an exchange after every few updates.
 
 Runs in a process of its own with one thread, or in any process that has a store (`work`). It ends when the
-steps of all workers together reach the goal, or when it is told to; what it learned since its last exchange is pushed first.
+steps of all workers together reach the goal, or when it is told to; what it learned since its last exchange
+is pushed first.
 """
 
 from __future__ import annotations
