@@ -21,7 +21,7 @@ import headrace as hr
 from headrace.agents.board import Board, Slot
 from headrace.agents.config import Config
 from headrace.agents.exchange import staleness_scale
-from headrace.agents.moments import round_to_40_bits
+from headrace.agents.moments import round_to_32_bits
 from headrace.agents.supervisor import judge
 from headrace.errors import OptionError, WorkerError
 
@@ -146,15 +146,16 @@ def test_what_to_do_about_a_worker(changes: dict[str, Any], verdict: str) -> Non
 def test_a_difference_takes_the_store_exactly_to_the_worker_s_parameters(seed: int, scale: float) -> None:
     """v + (u - v) is u after rounding, also where u and v differ in sign and size."""
     rng = np.random.default_rng(seed)
-    v, u = (rng.normal(size=50).astype(np.float32) * scale ** rng.random(50) for _ in range(2))
-    v, u = v.astype(np.float32), u.astype(np.float32)
+    v, u = (
+        (rng.choice([-1, 1], 50) * scale * 10 ** rng.uniform(-2.5, 2.5, 50)).astype(np.float32) for _ in "vu"
+    )
     stored = v.astype(np.float64) + (u.astype(np.float64) - v.astype(np.float64))
     assert np.array_equal(stored.astype(np.float32), u)
-    a, b = (rng.normal(size=50) * scale for _ in range(2))
-    round_to_40_bits(a)
-    round_to_40_bits(b)
+    a, b = (rng.choice([-1, 1], 50) * scale * 10 ** rng.uniform(-2.5, 2.5, 50) for _ in "ab")
+    round_to_32_bits(a)
+    round_to_32_bits(b)
     moved = a + (b - a)
-    round_to_40_bits(moved)
+    round_to_32_bits(moved)
     assert np.array_equal(moved, b)
 
 

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from headrace.agents.loop import Loop
-from headrace.agents.moments import RunningMoments, round_to_40_bits
+from headrace.agents.moments import RunningMoments, round_to_32_bits
 from headrace.types import ParameterStore
 
 Array = NDArray[Any]
@@ -56,7 +56,7 @@ class Exchange:
         self.base[THETA] = theta.astype(np.float64)
         for i, moments in enumerate(self.moments):
             moments.sums[:] = values[f"sums.{i}"]
-            round_to_40_bits(moments.sums)
+            round_to_32_bits(moments.sums)
             moments.refresh()
             self.base[f"sums.{i}"] = moments.sums.copy()
 

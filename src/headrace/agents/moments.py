@@ -18,13 +18,14 @@ _LIMIT = np.float32(
 )  # normalised values are clipped to ±this, as every implementation since Baselines does
 
 
-def round_to_40_bits(sums: Array) -> None:
-    """Keep 40 bits of each float64's 53, in place (Veltkamp's splitting).
+def round_to_32_bits(sums: Array) -> None:
+    """Keep 32 bits of each float64's 53, in place (Veltkamp's splitting).
 
-    Workers add differences of sums to a store: v + (u - v). With 40-bit numbers that is u again after rounding, so
-    that one worker alone computes what the synchronous mode computes, to the last bit.
+    Workers add differences of sums to a store: v + (u - v). With 32-bit numbers that is u again after rounding, as long
+    as u is not a million times smaller than v, so that one worker alone computes what the synchronous mode
+    computes, to the last bit. Means keep nine digits.
     """
-    scaled = sums * (2.0**13 + 1.0)
+    scaled = sums * (2.0**21 + 1.0)
     np.subtract(scaled, scaled - sums, out=sums)
 
 
@@ -43,7 +44,7 @@ class RunningMoments:
         self.sums[0] += len(rows)
         self.sums[1 : 1 + self.width] += rows.sum(0)
         self.sums[1 + self.width :] += (rows * rows).sum(0)
-        round_to_40_bits(self.sums)
+        round_to_32_bits(self.sums)
 
     def take(self, other: RunningMoments) -> None:
         """Count and scale as ``other`` does."""
