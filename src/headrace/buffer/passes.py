@@ -99,7 +99,27 @@ def pass_ranges(shape: PassShape, pass_index: int) -> list[Ranges]:
     """The row ranges of each buffer of this rank's pass, in reading order within the pass's sequence."""
     blocks = permuted_blocks(shape, pass_index)
     start, _ = shape.part
-    return [cut(blocks, start + first, start + last) for first, last in itertools.pairwise(shape.cuts)]
+    return [
+        arranged(cut(blocks, start + first, start + last), shape.block)
+        for first, last in itertools.pairwise(shape.cuts)
+    ]
+
+
+def arranged(ranges: Ranges, block: int) -> Ranges:
+    """The ranges of one buffer in the order in which the disk reads them best: whole blocks by position,
+    then rests.
+
+    A rest shifts whatever follows it in the slot by a part of a block, so rests come last; neighbours are
+    joined.
+    """
+    if len(ranges) < 2:
+        return ranges
+    rest = (ranges[:, 1] - ranges[:, 0]) != block
+    ranges = ranges[np.lexsort((ranges[:, 0], rest))]
+    joins = ranges[1:, 0] == ranges[:-1, 1]
+    first = np.concatenate(([True], ~joins))
+    last = np.concatenate((~joins, [True]))
+    return np.stack((ranges[first, 0], ranges[last, 1]), axis=1)
 
 
 def permuted_blocks(shape: PassShape, pass_index: int) -> Ranges:

@@ -15,25 +15,29 @@ from rich.console import Console
 
 import headrace
 from headrace.engine import checkpoint
-from headrace.engine.capture import choose_stepper
+from headrace.engine.capture import StepParts, choose_stepper
 from headrace.engine.evaluate import usual_metrics
 from headrace.engine.loader import Loader
 from headrace.engine.optimizers import make_optimizer
 from headrace.engine.options import FitOptions, describe_object
+from headrace.engine.planning import describe, why_no_chain
 from headrace.engine.records import Records
 from headrace.engine.run import Run
 from headrace.engine.schedules import make_schedule
 from headrace.engine.session import Parts, Session
 from headrace.engine.setup import choose_device, make_task, open_data
+from headrace.engine.steps import Stepper
 from headrace.engine.stopping import StopRules
+from headrace.engine.task import TorchTask
 from headrace.engine.threads import ThreadTrial, candidates
 from headrace.errors import MissingExtraError, RunFolderError
 from headrace.hardware import measure
 from headrace.hardware.system import usable_cores
+from headrace.plan import capture_ladder, choose_layout, data_memory
 from headrace.report.build import write_report
 from headrace.report.progress import Progress
 from headrace.report.run_folder import RunFolder
-from headrace.types import Plan, State
+from headrace.types import Columns, Plan, Source, State
 
 EPOCHS_WHEN_UNSAID = 10
 ROWS_PER_EPOCH = 20
@@ -94,6 +98,8 @@ class _Fitting:
             session = Session(parts, records, progress, state)
             why = session.run()
         self.decide("stopped_by", why, f"after {session.at.step} updates and {session.at.passes} epochs")
+        if parts.task.device.type == "cpu" and len(parts.threads.counts) > 1:
+            self.decide("threads", *session.threads_chosen)
         self._finish(parts, records)
         _say_how_to_resume(session, records)
         session.interrupted_by.raise_received()
@@ -122,19 +128,15 @@ class _Fitting:
         source, held, found = open_data(self.data, options)
         for d in found.decisions:
             self.decide(d.name, d.value, d.reason)
-        task, loss_name, output = make_task(self.model, source, options, device)
+        task, loss_name, few, output = make_task(self.model, source, options, device)
         self.decide(
             "loss", loss_name, "asked for" if options.loss != "auto" else "follows from the target's type"
         )
-        optimizer = make_optimizer(options, task.module, device=device)
-        settings = {
-            k: v for k, v in optimizer.param_groups[0].items() if k in ("lr", "momentum", "weight_decay")
-        }
-        self.decide("optimizer", describe_object(type(optimizer)).strip("<>"), f"with {settings}")
+        order = self._order(task, source)
         loader = Loader(
             source,
             batch_size=options.batch_size,
-            order=options.order,
+            order=order or options.order,
             buffer=options.buffer,
             rounds=options.rounds,
             device=str(device),
@@ -144,40 +146,78 @@ class _Fitting:
             self.decide(d.name, d.value, d.reason)
         per_pass = -(-len(loader) // options.accumulate)
         steps = self._step_limit(per_pass)
-        schedule = make_schedule(
-            options.schedule, options.schedule_options, total_steps=steps, steps_per_epoch=per_pass
-        )
         log_every = options.log_every or max(1, min(per_pass // ROWS_PER_EPOCH, 1000))
         self.decide("log_every", log_every, "updates between metric rows")
-        counts, why = candidates(
-            usable_cores() if device.type == "cpu" else 1, deterministic=options.deterministic
-        )
-        if device.type == "cpu":
-            self.decide("threads", list(counts), why)
-        stepper = choose_stepper(
-            options,
-            task,
-            optimizer,
-            window=log_every,
-            longest_order=len(source),
-            before_batch=None,
-            sparse=any(c.sparse for c in source.columns),
-            on_choice=self._late,
-        )
+        optimizer, stepper = self._stepper(task, source, few, order, steps=steps, window=log_every)
         return Parts(
             options=options,
             task=task,
             optimizer=optimizer,
-            schedule=schedule,
+            schedule=make_schedule(
+                options.schedule, options.schedule_options, total_steps=steps, steps_per_epoch=per_pass
+            ),
             stepper=stepper,
             loader=loader,
             rules=self._rules(steps),
             updates_per_pass=per_pass,
             log_every=log_every,
-            threads=ThreadTrial(counts),
+            threads=self._threads(device),
             validation=self._validation_loader(held, device),
             metrics={**usual_metrics(task, output), **options.metrics},
         )
+
+    def _order(self, task: TorchTask, source: Source) -> Any:
+        """The learned order, watching the model, when one is asked for."""
+        order = self.options.order
+        if isinstance(order, str) and order != "balanced":
+            return None
+        from headrace.order import BalancedOrder  # type: ignore[attr-defined]
+
+        if order == "balanced":
+            order = BalancedOrder(len(source), seed=self.options.seed, device=task.device)
+        if not isinstance(order, BalancedOrder):
+            return None
+        order.watch(task.module)
+        self.decide("order", order.kind, "gradients are balanced: signs come from hooks in the backward pass")
+        return order
+
+    def _stepper(
+        self, task: TorchTask, source: Source, few: Columns, order: Any, *, steps: int | None, window: int
+    ) -> tuple[torch.optim.Optimizer, Stepper]:
+        """Optimizer and stepper, by what the plan says of this machine and this model."""
+        options = self.options
+        hardware = measure(quick=True)
+        optimizer = make_optimizer(options, task.module, device=task.device)
+        settings = {
+            k: v for k, v in optimizer.param_groups[0].items() if k in ("lr", "momentum", "weight_decay")
+        }
+        self.decide("optimizer", describe_object(type(optimizer)).strip("<>"), f"with {settings}")
+        sparse = any(column.sparse for column in source.columns)
+        chain, why = why_no_chain(task, options, sparse=sparse, watched=order is not None)
+        workload = describe(task, source, few, options, optimizer, updates=steps, chain=chain is not None)
+        layout = choose_layout(hardware, workload)
+        self.decide(layout.name, layout.value, layout.reason)
+        if layout.value == "channels_last":
+            task.module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        data_memory(hardware, workload)  # says so when one batch does not fit
+        parts = StepParts(
+            task=task,
+            optimizer=optimizer,
+            clip=options.clip,
+            window=window,
+            longest_order=len(source),
+            before_batch=order.begin_batch if order is not None else None,
+            chain=chain,
+            why_no_chain=why,
+        )
+        return optimizer, choose_stepper(capture_ladder(hardware, workload), parts, self._late)
+
+    def _threads(self, device: torch.device) -> ThreadTrial:
+        cores = usable_cores() if device.type == "cpu" else 1
+        counts, why = candidates(cores, deterministic=self.options.deterministic)
+        if device.type == "cpu":
+            self.decide("threads", list(counts), why)
+        return ThreadTrial(counts)
 
     def _validation_loader(self, held: Any, device: torch.device) -> Loader | None:
         if held is None:
@@ -257,8 +297,8 @@ class _Fitting:
         records.close()
         try:
             write_report([records.path])
-        except MissingExtraError as error:
-            self.decide("report", None, str(error))
+        except (MissingExtraError, RunFolderError) as error:  # the weights are safe; a page can be made again
+            self.decide("report", None, f"{error}; make it later with: headrace report {records.path}")
             RunFolder.open(records.path).write_plan(self.plan)
 
 

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from headrace.errors import DataError, missing_extra
-from headrace.source.arrays import ArraySource
+from headrace.source.arrays import ArraySource, span_of
 from headrace.source.columns import wrap
 from headrace.source.files import map_npy
 from headrace.source.options import OpenOptions
@@ -78,8 +78,13 @@ def open_image_folder(listing: Listing, options: OpenOptions) -> ArraySource:
         Column(name="y", dtype=torch.int64, role="target", classes=listing.classes),
     )
     stored = {"x": wrap(x), "y": torch.tensor(listing.labels)}
+    span = span_of(x)
     return ArraySource(
-        columns, stored, origin=f"the images in {listing.folder}", mapped=options.cache is not False
+        columns,
+        stored,
+        origin=f"the images in {listing.folder}",
+        mapped=options.cache is not False,
+        spans={"x": (span,)} if span else {},
     )
 
 
