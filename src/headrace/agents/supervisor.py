@@ -234,7 +234,7 @@ class _Watch:
             **values, **{name: value for name, value in losses.items() if math.isfinite(value)},
             "staleness": board.total("staleness_sum") / max(board.total("pushes"), 1),
             "staleness_max": board.most("staleness_max"), "pushes": board.total("pushes"),
-            "restarts": self.restarts, "worker_cpu_s": float(np.nansum(board.measure("cpu_s"))),
+            "restarts": self.restarts, "cpu_s": float(np.nansum(board.measure("cpu_s"))),
         })  # fmt: skip
 
     def _join(self) -> None:

@@ -30,7 +30,7 @@ def run(config: Config, loop: Loop, goal: Goal, report: Report) -> str:
 class _Run:
     def __init__(self, config: Config, loop: Loop, goal: Goal, report: Report) -> None:
         self.config, self.loop, self.goal, self.report = config, loop, goal, report
-        self.started = time.perf_counter()
+        self.started, self.started_cpu = time.perf_counter(), time.process_time()
         self.steps = 0
         # The clock decides about rows only where steps do not bound the run.
         self.row_every = max(1, goal.steps // (loop.steps_per_update * _ROWS)) if goal.steps else None
@@ -77,4 +77,5 @@ class _Run:
             step=self.steps, seconds=seconds, episodes=episodes.finished, mean=episodes.mean, best=episodes.best,
             length=episodes.mean_length, lr=lr, rate=(self.steps - then_steps) / max(seconds - then_s, 1e-9),
         )  # fmt: skip
-        self.report({**values, **losses})
+        cpu_s = time.process_time() - self.started_cpu
+        self.report({**values, **losses, "cpu_s": round(cpu_s, 4)})

@@ -64,7 +64,7 @@ def work(spec: Spec, store: ParameterStore, board: Board, worker: int, incarnati
     loop = make_loop(spec, worker, incarnation)
     slot, episodes = Slot(board, worker), _EpisodeTap(loop)
     exchange = Exchange(loop, store, config.push_scale, config.max_staleness)
-    started, pending = time.monotonic(), 0
+    started, started_cpu, pending = time.monotonic(), time.process_time(), 0
     late = config.correction == "vtrace" and config.workers > 1
     while not board.stopping:
         seconds = time.monotonic() - started
@@ -85,10 +85,10 @@ def work(spec: Spec, store: ParameterStore, board: Board, worker: int, incarnati
         slot.count(steps=loop.steps_per_update, updates=1)
         slot.measure(beat_s=time.monotonic(), lr=lr, **losses)
         if report:
-            slot.measure(cpu_s=time.process_time())
+            slot.measure(cpu_s=time.process_time() - started_cpu)
     if pending:
         _note_exchange(slot, exchange.exchange())
-    slot.measure(cpu_s=time.process_time())
+    slot.measure(cpu_s=time.process_time() - started_cpu)
     loop.driver.close()
 
 
