@@ -1,7 +1,7 @@
 """Workers: exactly the synchronous run when there is one, and a run that survives what happens to them.
 
 Planted once, and each caught here: a difference pushed in float32, a base that is not renewed after an exchange, a
-restarted worker that starts from the first parameters, and a failed worker that is not counted.
+worker that starts from its own first parameters, and a failed worker that is not counted.
 """
 
 from __future__ import annotations
@@ -205,3 +205,43 @@ def test_modes_follow_from_workers() -> None:
     assert Config().mode == "synchronous"
     agent = hr.ActorCritic(Match, workers=2)
     assert agent.config.mode == "hybrid" and agent.plan["mode"] == "hybrid"
+
+
+class PlainStore:
+    """The two calls over a dict of float64 arrays: any store that adds will do."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self.values = {name: np.asarray(array, np.float64).copy() for name, array in values.items()}
+
+    def pull(self) -> dict[str, torch.Tensor]:
+        return {name: torch.from_numpy(array.copy()) for name, array in self.values.items()}
+
+    def push(self, difference: Any) -> None:
+        for name, change in difference.items():
+            self.values[name] += change.numpy()
+
+
+def test_a_worker_takes_over_what_it_finds_and_adds_what_it_learned() -> None:
+    from headrace.agents.exchange import Exchange, shared_values
+    from headrace.agents.goal import Goal
+    from headrace.agents.worker import Spec, make_loop
+
+    config = Config(n_envs=2, hidden=(4,), normalize_observations=True)
+    spec = Spec(config=config, goal=Goal(steps=1), env=Match, env_options={}, vectorization="auto")
+    loops = [make_loop(spec, worker, 0) for worker in range(2)]
+    store = PlainStore(shared_values(loops[0]))
+    store.values["theta"] += 0.25
+    found = store.values["theta"].copy()
+    exchanges = [Exchange(loop, store, 1.0, 0) for loop in loops]
+    for loop in loops:
+        np.testing.assert_array_equal(loop.learner.theta, found.astype(np.float32))
+        loop.collect()
+        loop.update(0.1)
+    moved = [loop.learner.theta - found for loop in loops]
+    rows = [loop.learner.moment_list[0].sums[0] for loop in loops]
+    assert [exchange.exchange() for exchange in exchanges] == [0, 1]
+    np.testing.assert_allclose(store.values["theta"], found + sum(moved), atol=1e-6)
+    np.testing.assert_allclose(loops[1].learner.theta, store.values["theta"], atol=1e-6)
+    assert store.values["pushes"][0] == 2 and store.values["sums.0"][0] == sum(rows)
+    assert [exchange.exchange() for exchange in exchanges] == [1, 1]
+    np.testing.assert_allclose(store.values["theta"], found + sum(moved), atol=1e-6)
