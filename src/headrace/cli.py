@@ -183,6 +183,29 @@ def report(
         typer.launch(page.resolve().as_uri())
 
 
+@app.command()
+def play(
+    run: Annotated[Path, typer.Argument(help="Folder of a run of `headrace train --env`, or a saved agent.")],
+    out: Annotated[
+        Path | None, typer.Option(help="A .gif or .mp4; episode.gif in the run by default.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Which episode.")] = 0,
+    stochastic: Annotated[
+        bool, typer.Option("--stochastic", help="Sample actions instead of taking the best.")
+    ] = False,
+    fps: Annotated[
+        int | None, typer.Option(help="Frames per second; the environment's own by default.")
+    ] = None,
+    show: Annotated[bool, typer.Option("--open", help="Open the recording.")] = False,
+) -> None:
+    """Record one episode of a trained agent as an animation that can be looked at."""
+    from headrace.agents import cli_play
+
+    path = cli_play(run, out=out, seed=seed, stochastic=stochastic, fps=fps, say=typer.echo)
+    if show:
+        typer.launch(path.resolve().as_uri())
+
+
 def main() -> None:
     """Run the command line and turn exceptions into sentences and exit codes."""
     from headrace.errors import DivergenceError, HeadraceError, UsageError
