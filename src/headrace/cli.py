@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import warnings
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TextIO
 
 import typer
 
@@ -207,7 +207,14 @@ def play(
         typer.launch(path.resolve().as_uri())
 
 
-def _say_warning(message: Warning | str, category: type[Warning], *place: object) -> None:
+def _say_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
     """One sentence: the line of code that warned tells a user of the command line nothing."""
     typer.echo(f"headrace: warning: {message}", err=True)
 
