@@ -7,8 +7,10 @@ they run, so that ``headrace --help`` stays quick.
 from __future__ import annotations
 
 import sys
+import warnings
 from pathlib import Path
 from typing import Annotated, Any
+from typing import Annotated, TextIO
 
 import typer
 
@@ -223,12 +225,26 @@ def play(
         typer.launch(path.resolve().as_uri())
 
 
+def _say_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """One sentence: the line of code that warned tells a user of the command line nothing."""
+    typer.echo(f"headrace: warning: {message}", err=True)
+
+
 def main() -> None:
     """Run the command line and turn exceptions into sentences and exit codes."""
     from headrace.errors import DivergenceError, HeadraceError, UsageError
 
     try:
-        app()
+        with warnings.catch_warnings():
+            warnings.showwarning = _say_warning
+            app()
     except (UsageError, DivergenceError) as error:
         typer.echo(f"headrace: {error}", err=True)
         sys.exit(2)
