@@ -9,8 +9,7 @@ from __future__ import annotations
 import sys
 import warnings
 from pathlib import Path
-from typing import Annotated, Any
-from typing import Annotated, TextIO
+from typing import Annotated, Any, TextIO
 
 import typer
 
