@@ -93,11 +93,11 @@ def test_a_resumed_run_has_the_metrics_of_one_that_was_not_interrupted(tmp_path:
         assert recorder.notes == ["the last line of metrics.jsonl was cut off (21 bytes) and is left out"]
         for step in range(5, 9):
             recorder.metrics(row(step))
+        recorder.span("reader", "read", 7.0, 8.0)  # a new lane first: the old one must keep its number
         recorder.span("device", "step", 7.0, 8.0)
-        recorder.span("reader", "read", 7.0, 8.0)
     assert cut.metrics_path.read_bytes() == whole.metrics_path.read_bytes()
     read = read_timeline(cut.timeline_path)
-    assert [span.lane for span in read.spans] == ["device"] * 7 + ["reader"]
+    assert [span.lane for span in read.spans] == ["device"] * 6 + ["reader", "device"]
     assert read.lanes == ("device", "reader")
     assert [(i.name, i.t_s, i.text) for i in read.instants] == [
         ("resumed", 7.0, "the run was resumed after step 4")
