@@ -228,6 +228,21 @@ def test_tensorboard_reads_the_same_numbers(tmp_path: Path) -> None:
     assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(1, 1.0), (2, 0.5), (3, 7.0)]
 
 
+def test_a_tensorboard_that_breaks_is_said_and_does_not_stop_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("tensorboard")
+    folder = RunFolder.create(tmp_path)
+    folder.tensorboard_path.write_text("a file where the events' folder should be", encoding="utf-8")
+    with Recorder(folder) as recorder:
+        recorder.metrics(row(1))
+        recorder.flush()
+        recorder.metrics(row(2))
+    assert [r["step"] for r in folder.read_metrics()] == [1, 2]
+    (note,) = recorder.notes
+    assert note.startswith("TensorBoard events ended: ") and note in caplog.text
+
+
 def test_rows_are_thinned_evenly_and_the_last_is_kept() -> None:
     rows: list[Any] = [{"step": step} for step in range(100)]
     kept = evenly(rows, 8)
