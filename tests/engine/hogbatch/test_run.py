@@ -228,7 +228,7 @@ def test_an_exception_in_the_module_names_the_worker_and_the_rows(processes: boo
     with pytest.raises(
         WorkerError, match=r"worker cpu\d failed on rows \d+ to \d+ .*\n(.*\n)*.*too large for me"
     ):
-        run_hogbatch(Breaks(), data(), F.cross_entropy, options(cpu=2, processes=processes))
+        run_hogbatch(Breaks(), data(), F.cross_entropy, options(cpu=1, processes=processes))
 
 
 def test_divergence_is_an_error() -> None:

@@ -27,8 +27,8 @@ What holds:
   again.
 - No process and no named shared segment outlives the call, however it ends.
 - Ctrl-C ends the run after the batches at work and returns a result with ``stopped_by="interrupt"``.
-- A module's exception is raised as `WorkerError` with the worker's name, its rows and the traceback; a loss that
-  is not finite as `DivergenceError`.
+- A module's exception is raised as `WorkerError` with the worker's name, its rows and the traceback; a
+  loss that is not finite as `DivergenceError`.
 
 How it is built: `coordinator` and `adaptive` decide (pure); `run` carries instructions to `workers` (threads,
 processes) and `device`; those run a `runner` over `steppers`, on `shared` memory or a `replica` of it.
