@@ -131,7 +131,11 @@ def test_ctrl_c_ends_the_run_and_leaves_a_state_to_resume(processes: bool) -> No
     assert 0 < result.rows < 3 * 6_000
     module.pause_s = 0.0
     again = run_hogbatch(
-        module, columns, F.cross_entropy, options(cpu=2, epochs=result.epochs + 1), resume=result.state
+        module,
+        columns,
+        F.cross_entropy,
+        options(cpu=2, processes=False, epochs=result.epochs + 1),
+        resume=result.state,
     )
     assert again.rows - result.rows == left
 

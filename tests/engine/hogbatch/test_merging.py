@@ -129,7 +129,7 @@ def final_losses(workers: int, seeds: int, sparse: bool) -> list[float]:
 
 
 def apart(a: list[float], b: list[float]) -> float:
-    """How many standard errors the means of paired losses lie apart; an error is at least 0.2 % of the loss."""
+    """How many standard errors the means of paired losses lie apart; one is at least 0.2 % of a loss."""
     differences = [p - q for p, q in zip(a, b, strict=True)]
     error = statistics.stdev(differences) / len(differences) ** 0.5
     return abs(statistics.mean(differences)) / max(error, 0.01 * statistics.mean(a) / 5)

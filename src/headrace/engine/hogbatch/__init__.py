@@ -30,6 +30,8 @@ What holds:
 - A module's exception is raised as `WorkerError` with the worker's name, its rows and the traceback; a
   loss that is not finite as `DivergenceError`.
 
+`run_auto` does the same with the workers that a short measured trial chooses.
+
 How it is built: `coordinator` and `adaptive` decide (pure); `run` carries instructions to `workers` (threads,
 processes) and `device`; those run a `runner` over `steppers`, on `shared` memory or a `replica` of it.
 """
@@ -38,6 +40,7 @@ from headrace.engine.hogbatch.observer import HogbatchResult, Observer, WorkerSu
 from headrace.engine.hogbatch.options import HogbatchOptions
 from headrace.engine.hogbatch.run import run_hogbatch
 from headrace.engine.hogbatch.steppers import OptimiserSpec
+from headrace.engine.hogbatch.trial import run_auto
 
 __all__ = [
     "HogbatchOptions",
@@ -45,5 +48,6 @@ __all__ = [
     "Observer",
     "OptimiserSpec",
     "WorkerSummary",
+    "run_auto",
     "run_hogbatch",
 ]
