@@ -13,7 +13,9 @@ from pathlib import Path
 
 from headrace.errors import DataError, unknown
 
-CATALOGUE: dict[str, tuple[str, str]] = {}
+CATALOGUE: dict[str, tuple[str, str]] = {
+    "hogbatch": ("headrace.papers.hogbatch", "one run over CPU cores and GPU together, without locks"),
+}
 """Name on the command line → (module, what it shows)."""
 
 

@@ -48,7 +48,7 @@ def test_the_trial_finds_the_step_size_that_learns_and_leaves_the_module_alone()
     verdict = run_trial(module, columns, F.cross_entropy, choices, 0.6)
     assert verdict.chosen == "good"
     assert "good" in verdict.reason
-    assert verdict.scores["diverging"] == float("-inf")
+    assert verdict.scores["diverging"] < -1e6
     assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
 
 

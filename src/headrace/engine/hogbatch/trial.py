@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -103,14 +104,20 @@ def run_trial(
         for name, options in choices.items():
             trained = copy.deepcopy(module)
             short = dataclasses.replace(
-                options, epochs=1_000_000, seconds=turn_s, seed=turn, updates=None, grant_s=turn_s / 5
+                options,
+                epochs=1_000_000,
+                seconds=turn_s,
+                seed=turn,
+                updates=None,
+                grant_s=min(options.grant_s, turn_s / 5),
             )
             try:
                 result = run_hogbatch(trained, columns, loss, short)
             except DivergenceError:
                 fall[name], spent[name] = float("-inf"), max(spent[name], turn_s)
                 continue
-            fall[name] += before - _loss_of(trained, x, y, loss)
+            after = _loss_of(trained, x, y, loss)
+            fall[name] += before - after if math.isfinite(after) else float("-inf")
             spent[name] += result.seconds
             used[name] += result.rows
     scores = {name: fall[name] / spent[name] for name in choices}
