@@ -8,8 +8,8 @@ What the caller gives:
 
 - ``module``: any `nn.Module` in CPU memory, trained in place. A chain of Linear layers, activations and a
   known loss is stepped by hand (`headrace.engine.chain`); any other goes through autograd.
-- ``columns``: dense tensors ``x`` and ``y`` in CPU memory, examples along the first dimension. They are
-  only read.
+- ``columns``: tensors ``x`` and ``y`` in CPU memory, dense or CSR, examples along the first dimension. They
+  are only read. Rows of a CSR column become dense batch by batch.
 - ``loss``: ``loss(module(x), y)`` → the mean loss, a 0-dim tensor.
 - ``options``: `HogbatchOptions`, checked when made and against machine and data when the run begins.
 - ``observer``: an `Observer` that hears of metrics, spans, notes and ends of epochs, in the caller's thread.

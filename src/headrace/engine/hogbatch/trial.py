@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from headrace.engine.hogbatch.observer import HogbatchResult, Observer
 from headrace.engine.hogbatch.options import HogbatchOptions, cores
+from headrace.engine.hogbatch.rows import Rows, to_parts
 from headrace.engine.hogbatch.run import run_hogbatch
 from headrace.errors import DivergenceError
 
@@ -94,9 +95,9 @@ def run_trial(
     budget_s: float,
 ) -> Verdict:
     """Measure each choice and decide. The module is left as it was."""
-    rows = len(columns["x"])
-    picked = torch.randperm(rows, generator=torch.Generator().manual_seed(0))[:SAMPLE_ROWS]
-    x, y = columns["x"][picked], columns["y"][picked]
+    count = columns["x"].shape[0]
+    picked = torch.randperm(count, generator=torch.Generator().manual_seed(0))[:SAMPLE_ROWS]
+    x, y = (next(Rows(to_parts(columns), name).batches(picked, SAMPLE_ROWS)) for name in ("x", "y"))
     turn_s = budget_s / TURNS / len(choices)
     before = _loss_of(module, x, y, loss)
     fall, spent, used = dict.fromkeys(choices, 0.0), dict.fromkeys(choices, 0.0), dict.fromkeys(choices, 0)
