@@ -13,7 +13,9 @@ from pathlib import Path
 
 from headrace.errors import DataError, unknown
 
-CATALOGUE: dict[str, tuple[str, str]] = {}
+CATALOGUE: dict[str, tuple[str, str]] = {
+    "dpsvi": ("headrace.papers.dpsvi", "topic models: likelihood against time, threads and machines"),
+}
 """Name on the command line → (module, what it shows)."""
 
 
