@@ -34,11 +34,13 @@ Learner = Callable[[Any, int, int], Iterator[Topics]]
 """(documents, number of topics, seed) → topics after every pass."""
 
 
-def headrace_online(train: Any, topics: int, seed: int, jobs: int = 1) -> Iterator[Topics]:
+def headrace_online(
+    train: Any, topics: int, seed: int, jobs: int | None = None, batch_size: int = BATCH
+) -> Iterator[Topics]:
     model = LatentDirichletAllocation(
         topics,
         learning_method="online",
-        batch_size=BATCH if jobs == 1 else BATCH // 4,
+        batch_size=batch_size,
         total_samples=train.shape[0],
         random_state=seed,
         n_jobs=jobs,
@@ -94,9 +96,10 @@ def tomotopy(train: Any, topics: int, seed: int, sweeps: int = 20) -> Iterator[T
     while True:
         model.train(sweeps, workers=1, parallel=library.ParallelScheme.NONE)
         places = np.array([int(word) for word in model.used_vocabs])
-        components = np.full((topics, train.shape[1]), 1e-9)
+        # A word that no document to learn from holds has the prior's count, as it has in the other libraries.
+        components = np.full((topics, train.shape[1]), 0.01)
         for k, count in enumerate(model.get_count_by_topics()):
-            components[k, places] += model.get_topic_word_dist(k) * count
+            components[k, places] = model.get_topic_word_dist(k) * (count + 0.01 * len(places))
         yield Topics(components, np.asarray(model.alpha, dtype=np.float64), True)
 
 

@@ -77,7 +77,8 @@ def threads(
     train: Any, held_out: Any, topics: int, seed: int, jobs: int, passes: int = 5
 ) -> dict[str, float]:
     """Wall time and likelihood of some passes with ``jobs`` threads."""
-    steps = headrace_online(train, topics, seed, jobs)
+    # Small batches, so that every thread has many steps to take.
+    steps = headrace_online(train, topics, seed, jobs, batch_size=64)
     start = time.perf_counter()
     for _ in range(passes):
         learned = next(steps)
