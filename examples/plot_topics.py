@@ -62,7 +62,9 @@ def main() -> None:
         x_label="documents learned from",
         y_label="perplexity (36 words at random: 36)",
     )
-    page.table(["topic", "most probable words"], [[i, " ".join(w)] for i, w in enumerate(model.top_words(names, 8))])
+    page.table(
+        ["topic", "most probable words"], [[i, " ".join(w)] for i, w in enumerate(model.top_words(names, 8))]
+    )
     page.save(folder / "topics.html")
     print(f"page: {folder / 'topics.html'}")
 
