@@ -16,7 +16,7 @@ from headrace.cluster.simulation import Conditions
 from headrace.cluster.transport import Done, Service
 
 BAD_NETWORK = Conditions(delay_s=(0.1, 8.0), spread=0.5, loss=0.1, duplicate=0.2, retry_s=60.0)
-STEPS = 12_000
+STEPS = 4_000
 
 
 def loss_of(service: Service) -> float:
@@ -72,8 +72,8 @@ def serial_loss() -> float:
     ],
 )
 def test_four_workers_reach_the_serial_loss_in_as_many_steps(workers: int, options: dict[str, Any]) -> None:
-    """After T steps in all. Serial SGD is at about 1e-9 of the first loss then; every asynchronous variant must
-    at least be below 1e-3 of it (mean of two and decay slow it down by their factor). One seed, deterministic."""
+    """After T steps in all every variant must be below 1e-3 of the first loss. Measured: serial 2e-11, asynchronous
+    5e-11, mean of two 2e-5, decayed 3e-10, waiting 4e-11, scaled 9e-8, compressed 5e-11. One seed, deterministic."""
     service, _ = simulate(workers, conditions=Conditions(spread=0.5), local_steps=8, steps=STEPS, **options)
     start = float(Factorisation().loss(Factorisation().start))
     assert service.master.steps == STEPS
@@ -82,20 +82,20 @@ def test_four_workers_reach_the_serial_loss_in_as_many_steps(workers: int, optio
 
 
 def test_the_rate_in_steps_is_the_serial_rate() -> None:
-    """The steps to a tenth and to a hundredth of the first loss: at most twice those of serial SGD (measured: 1.0
-    to 1.3)."""
+    """The steps to a tenth and to a hundredth of the first loss: at most 1.5 times those of serial SGD
+    (measured: 1.0 times, in units of 250 steps)."""
     problem = Factorisation()
     start = float(problem.loss(problem.start))
 
     def steps_to(share: float, workers: int) -> int:
-        for steps in range(500, STEPS, 250):
+        for steps in range(750, STEPS, 250):
             service, _ = simulate(workers, conditions=Conditions(spread=0.5), local_steps=4, steps=steps)
             if loss_of(service) < share * start:
                 return steps
         return STEPS
 
     for share in (0.1, 0.01):
-        assert steps_to(share, 4) <= 2 * steps_to(share, 1)
+        assert steps_to(share, 4) <= 1.5 * steps_to(share, 1)
 
 
 def test_staleness_is_about_the_number_of_other_workers() -> None:

@@ -113,6 +113,10 @@ class Push:
     """Mean over the rows."""
     place: Any = None
     """Where the worker's shard goes on after this push."""
+    compute_s: float = 0.0
+    """Time that the steps took."""
+    exchange_s: float = 0.0
+    """Time that the push before this one took, from packing to the answer."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +141,19 @@ class Tick:
     now_s: float
 
 
-Event: TypeAlias = Joined | Pull | Push | Left | Lost | Tick
+@dataclass(frozen=True)
+class Stop:
+    """Training is to end: nobody is granted another step."""
+
+
+@dataclass(frozen=True)
+class Replan:
+    """B is another number from now on."""
+
+    local_steps: int
+
+
+Event: TypeAlias = Joined | Pull | Push | Left | Lost | Tick | Stop | Replan
 
 # --------------------------------------------------------------------------- instructions
 
@@ -257,6 +273,10 @@ class Master:
                 out = self._lost(worker, life)
             case Tick(now_s):
                 out = self._ticked(now_s)
+            case Stop():
+                self.options, out = replace(self.options, steps=0), []
+            case Replan(local_steps):
+                self.options, out = replace(self.options, local_steps=local_steps), []
         if self._ready():
             out = [*(i for i in out if not isinstance(i, Wait)), *self._merge()]
         return out

@@ -10,6 +10,7 @@ A transport may repeat, delay, reorder and lose messages. A sender that gets no 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
@@ -91,13 +92,15 @@ Conversation: TypeAlias = Generator[Message, Answer, None]
 
 def converse(worker: str, life: int, local: LocalSteps, compressor: Compressor) -> Conversation:
     """One life of a worker: join, then pull, B steps and push, until the grant or the shard is used up."""
-    sequence = 0
+    sequence, exchange_s = 0, 0.0
     answer = yield Message(Joined(Key(worker, life)))
     local.resume(answer.place)
     while answer.grant and not answer.dismissed:
         assert answer.vector is not None
         base = answer.vector
+        began_s = time.perf_counter()
         done = local.advance(base.clone(), answer.grant)
+        ended_s = time.perf_counter()
         if done.steps:
             sequence += 1
             if not bool(torch.isfinite(done.vector).all()):
@@ -106,9 +109,17 @@ def converse(worker: str, life: int, local: LocalSteps, compressor: Compressor) 
                     f"{answer.version}; lower lr, take fewer local steps or set clip="
                 )
             push = Push(
-                Key(worker, life, sequence), answer.version, done.steps, done.rows, done.loss, done.place
+                Key(worker, life, sequence),
+                answer.version,
+                done.steps,
+                done.rows,
+                done.loss,
+                done.place,
+                ended_s - began_s,
+                exchange_s,
             )
             answer = yield Message(push, compressor.pack(base, done.vector))
+            exchange_s = time.perf_counter() - ended_s
         if done.finished:
             break
     if not answer.dismissed:
