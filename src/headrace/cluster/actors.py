@@ -126,6 +126,10 @@ class MasterActor:
         self._obey(self.service.handle(Lost(worker, life)))
         return life + 1
 
+    async def lives(self) -> dict[str, int]:
+        """Worker → its newest life, from a checkpoint."""
+        return {name: member.life for name, member in self.service.master.members.items()}
+
     async def stop(self) -> None:
         self._obey(self.service.handle(Stop()))
 

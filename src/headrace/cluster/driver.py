@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -98,8 +98,9 @@ class _Driver:
     ) -> None:
         self.ray, self.job, self.options, self.observer = ray, job, options, observer
         self.layout, self.folder, self.steps = layout, folder, steps
-        self.names = [f"worker-{rank}" for rank in range(job.world_size)]
-        self.lives = dict.fromkeys(self.names, 1)
+        self.names: list[str] = []
+        self.lives: dict[str, int] = {}
+        self.losses: dict[str, int] = {}
         self.actors: dict[str, Any] = {}
         self.running: dict[Any, str] = {}
         self.notes: list[str] = []
@@ -109,6 +110,7 @@ class _Driver:
     def run(self) -> ClusterResult:
         began_s = time.monotonic()
         self._start_master()
+        self._name_workers()
         self._look_at_nodes()
         self.job_ref = self.ray.put(self.job)
         for name in self.names:
@@ -136,10 +138,20 @@ class _Driver:
         )
         self.ray.get(self.master.pid.remote())
 
+    def _name_workers(self) -> None:
+        """One worker for each shard. A run that is resumed keeps its shards, and its workers' lives go on."""
+        before: dict[str, int] = self.ray.get(self.master.lives.remote())
+        asked = self.options.workers
+        cpus = max(1, int(self.ray.cluster_resources().get("CPU", 1)))
+        count: int = asked if asked != "auto" else len(before) or cpus
+        self.job = replace(self.job, world_size=count)
+        self.names = [f"worker-{rank}" for rank in range(count)]
+        self.lives = {name: before.get(name, 0) + 1 for name in self.names}
+
     def _most_local_steps(self) -> int:
         """At least eight pushes a pass: a guess at what staleness bears."""
         total = self.job.total_steps or 1024
-        return max(1, total // (8 * self.job.world_size))
+        return max(1, total // (8 * max(1, self.job.world_size)))
 
     def _start_worker(self, name: str) -> None:
         actor = self.ray.remote(num_cpus=1, num_gpus=self.options.gpus, max_restarts=0)(WorkerActor)
@@ -193,14 +205,14 @@ class _Driver:
         return WorkerError(f"{name} failed: {type(cause).__name__}: {cause}\n{error}")
 
     def _replace(self, name: str, error: Exception) -> None:
-        life = self.lives[name]
         why = str(error).strip().split("\n")[0]
-        if life > self.options.restarts:
+        self.losses[name] = self.losses.get(name, 0) + 1
+        if self.losses[name] > self.options.restarts:
             raise WorkerError(
-                f"{name} was lost {life} times, the last time: {why}. The run's last checkpoint stands; "
+                f"{name} was lost {self.losses[name]} times, the last time: {why}. The run's last checkpoint stands; "
                 "raise restarts= if its machine is to be trusted"
             )
-        self.lives[name] = self.ray.get(self.master.lost.remote(name, life))
+        self.lives[name] = self.ray.get(self.master.lost.remote(name, self.lives[name]))
         self._note(f"{name} was lost and is started again where its last merged push had ended: {why}")
         self._start_worker(name)
 
