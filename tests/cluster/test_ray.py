@@ -23,13 +23,6 @@ from headrace.engine.setup import open_data
 from headrace.errors import WorkerError
 
 pytest.importorskip("ray")
-pytestmark = [
-    # Ray leaves sockets and log files of the processes it started to the interpreter's end.
-    pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"),
-    pytest.mark.filterwarnings("ignore:subprocess .* is still running:ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-    pytest.mark.filterwarnings("ignore:.*accelerator.*:FutureWarning"),
-]
 
 
 @pytest.fixture(scope="module")
@@ -139,12 +132,12 @@ def test_one_worker_with_one_local_step_is_the_engines_own_run_to_the_last_bit(r
 
 
 def test_a_worker_that_is_killed_is_replaced_and_its_shard_goes_on(ray: Any, tmp_path: Path) -> None:
-    killer = Killer("ray::WorkerActor", at_step=200)
-    module, result = train(killer, epochs=60, folder=tmp_path, local_steps=4)
+    killer = Killer("ray::WorkerActor", at_step=100)
+    module, result = train(killer, epochs=30, folder=tmp_path, local_steps=4)
     assert killer.killed and any("was lost and is started again" in note for note in result.notes)
-    assert result.rows == 60 * 600, "every row of every pass is merged once"
+    assert result.rows == 30 * 600, "every row of every pass is merged once"
     assert sorted(member[3] for member in result.workers.values()) == [1, 2]
-    assert loss_of(module, problem()) < 0.2
+    assert loss_of(module, problem()) < 0.4
 
 
 def test_a_worker_without_its_data_is_named(ray: Any, tmp_path: Path) -> None:

@@ -45,9 +45,9 @@ def plan_workers(
     theory = max(1, math.isqrt(total_steps))
     value = max(1, min(available, served, theory))
     reasons = {
-        available: f"{available} can be had",
         theory: f"√T of T = {total_steps:,} steps",
         served: f"the master needs {merge_s * 1e3:.3g} ms for a push and a worker's turn takes {turn_s * 1e3:.3g} ms",
+        available: f"{available} can be had",
     }
     return Decision(name="workers", value=value, reason=reasons[value])
 
