@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import platform
 import time
 from dataclasses import dataclass
@@ -58,8 +57,8 @@ class MasterSpec:
 
     options: MasterOptions
     statistics_from: int | None
-    folder: str | None
-    """Where its checkpoints lie; without one it cannot come back."""
+    folder: str
+    """Where its checkpoints lie."""
     most_local_steps: int
     plans: bool
     """Whether B is planned from what is measured."""
@@ -68,23 +67,32 @@ class MasterSpec:
 class MasterActor:
     """Decisions and parameters of one run."""
 
-    def __init__(self, spec: MasterSpec, vector: NDArray[Any]) -> None:
+    def __init__(self, spec: MasterSpec) -> None:
         torch.set_num_threads(1)
         self.spec = spec
-        holder = Holder(shared_tensor(vector).clone(), spec.statistics_from)
-        self.service = Service(Master(spec.options), holder, self._save)
         self.waiting: dict[Key, asyncio.Future[Any]] = {}
         self.pushes: list[Push] = []
         self.merge_s = 0.0
-        self.came_back = False
+        self.begun = False
         self.seconds, self.rows = 0.0, 0
+        self.service: Service
+        with contextlib.suppress(RunFolderError):  # none yet: this is the first start
+            state, _ = checkpoint.load_newest(Path(spec.folder))
+            self._hold(state["cluster"]["values"])
+            self.service.load_state_dict(state["cluster"])
+            self.seconds, self.rows = state["seconds"], state["rows"]
 
-        if spec.folder is not None:
-            with contextlib.suppress(RunFolderError):  # none yet: this is the first start
-                state, _ = checkpoint.load_newest(Path(spec.folder))
-                self.service.load_state_dict(state["cluster"])
-                self.seconds, self.rows = state["seconds"], state["rows"]
-                self.came_back = True
+    def _hold(self, vector: torch.Tensor) -> None:
+        holder = Holder(vector.clone(), self.spec.statistics_from)
+        self.service = Service(Master(self.spec.options), holder, self._save)
+
+    async def begin(self, vector: NDArray[Any]) -> None:
+        """The first parameters, unless a checkpoint has newer ones. They are saved at once: a master that is
+        started again is not told them again."""
+        if not hasattr(self, "service"):
+            self._hold(shared_tensor(vector))
+            self._save(self.service.state_dict())
+        self.begun = True
 
     async def exchange(self, event: Joined | Push | Left, wire: Wire | None) -> tuple[Any, ...]:
         """One message of a worker; returns when there is an answer."""
@@ -156,21 +164,16 @@ class MasterActor:
             "merge_s": self.merge_s,
             "compute_s": sum(p.compute_s for p in self.pushes),
             "exchange_s": sum(p.exchange_s for p in self.pushes),
-            "came_back": self.came_back,
+            "came_back": not self.begun,
         }
 
     async def vector(self) -> NDArray[Any]:
         return as_array(self.service.holder.vector())
 
-    async def pid(self) -> int:
-        return os.getpid()
-
     async def save(self) -> None:
         self._save(self.service.state_dict())
 
     def _save(self, state: State) -> None:
-        if self.spec.folder is None:
-            return
         steps = self.service.master.steps
         whole = {
             "cluster": state,
@@ -208,6 +211,7 @@ class WorkerActor:
 
         torch.manual_seed(job.options.seed + self.rank)
         local = TrainingSteps(job, self.rank)
+        began_cpu_s = time.process_time()
         talk: Conversation = converse(self.name, self.life, local, Compressor(job.compress))
         message = next(talk)
         waited_s = 0.0
@@ -220,7 +224,17 @@ class WorkerActor:
             try:
                 message = talk.send(Answer(message.key, version, grant, own, place, dismissed))
             except StopIteration:
-                return {"waited_s": waited_s, "cpu_s": time.process_time()}
+                return {"waited_s": waited_s, "cpu_s": time.process_time() - began_cpu_s}
+
+    def alone(self, job: Job) -> tuple[float, int]:
+        """The same training without a master: CPU seconds and steps. For measuring what communication costs."""
+        local = TrainingSteps(job, self.rank)
+        began_s, steps, finished = time.process_time(), 0, False
+        vector = local.layout.gather()
+        while not finished:
+            done = local.advance(vector, 1 << 20)
+            vector, steps, finished = done.vector, steps + done.steps, done.finished
+        return time.process_time() - began_s, steps
 
 
 def versions() -> dict[str, str]:

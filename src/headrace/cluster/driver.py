@@ -57,6 +57,8 @@ class ClusterResult:
     """Share of the workers' time that pulling and pushing took; above 0.1, take more local steps."""
     merge_s: float
     """The master's time for all pushes together; near ``seconds``, the master is what everyone waits for."""
+    cpu_s: float
+    """The workers' processor time for all steps and exchanges; lives that were killed are not in it."""
     notes: list[str] = field(default_factory=list)
 
 
@@ -104,7 +106,7 @@ class _Driver:
         self.actors: dict[str, Any] = {}
         self.running: dict[Any, str] = {}
         self.notes: list[str] = []
-        self.waited_s = 0.0
+        self.cpu_s = 0.0
         self.master: Any = None
 
     def run(self) -> ClusterResult:
@@ -133,10 +135,8 @@ class _Driver:
         here = self.ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
             self.ray.get_runtime_context().get_node_id(), soft=True
         )  # beside the driver, whose disk has the checkpoints
-        self.master = actor.options(scheduling_strategy=here, max_concurrency=1000).remote(
-            spec, as_array(self.layout.gather())
-        )
-        self.ray.get(self.master.pid.remote())
+        self.master = actor.options(scheduling_strategy=here, max_concurrency=1000).remote(spec)
+        self.ray.get(self.master.begin.remote(as_array(self.layout.gather())))
 
     def _name_workers(self) -> None:
         """One worker for each shard. A run that is resumed keeps its shards, and its workers' lives go on."""
@@ -189,7 +189,7 @@ class _Driver:
         for ref in done:
             name = self.running.pop(ref)
             try:
-                self.waited_s += self.ray.get(ref)["waited_s"]
+                self.cpu_s += self.ray.get(ref)["cpu_s"]
             except self.ray.exceptions.RayTaskError as error:
                 raise self._failure(name, error) from None
             except self.ray.exceptions.RayError as error:
@@ -248,6 +248,7 @@ class _Driver:
             local_steps=status["local_steps"],
             communication=found["exchange_s"] / busy_s if busy_s else 0.0,
             merge_s=found["merge_s"],
+            cpu_s=self.cpu_s,
             notes=self.notes,
         )
 
