@@ -7,6 +7,22 @@ Ray; then the same processes run the same steps without pulling or pushing. Both
 time per step, since the workers may outnumber the cores. Lost throughput is 1 − (alone / together). Second: the
 simulated speed-up to 64 workers on slow links, with the step, message and merge times measured here and delays
 added on top, B planned for 10 % communication.
+
+Two cores of a shared machine, Python 3.11, torch 2.13, Ray 2.60, ``--epochs 24`` (11,304 steps, 76 pushes, B = 97):
+
+| | CPU per step |
+|---|---|
+| alone | 1.07 ms |
+| with pulling and pushing | 1.15 ms |
+| and the master's merging | 1.17 ms: 8.7 % of the throughput lost |
+
+Six epochs, most of which go before B is planned, lose 20 %. Speed-up per worker in the same run, simulated:
+
+| link, one way | B | 1 | 4 | 16 | 32 | 64 workers |
+|---|---|---|---|---|---|---|
+| 5 ms | 115 | 0.91 | 0.90 | 0.88 | 0.87 | 0.58: the master is busy all the time |
+| 20 ms | 368 | 0.91 | 0.90 | 0.89 | 0.89 | 0.88 |
+| 100 ms | 1715 | 0.91 | 0.90 | 0.89 | 0.89 | 0.89 |
 """
 
 from __future__ import annotations
