@@ -131,6 +131,16 @@ def test_one_worker_with_one_local_step_is_the_engines_own_run_to_the_last_bit(r
         assert torch.equal(mine, theirs)
 
 
+def test_a_sharded_master_computes_the_same(ray: Any) -> None:
+    data = problem(100)
+    whole, sharded = network(), network()
+    options: dict[str, Any] = {"epochs": 1, "batch_size": 10, "lr": 0.1, "progress": False}
+    hr.fit(whole, data, **options, cluster={"workers": 1, "local_steps": 2})
+    hr.fit(sharded, data, **options, cluster={"workers": 1, "local_steps": 2, "shard_bytes": 500})
+    for mine, theirs in zip(sharded.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
 def test_a_worker_that_is_killed_is_replaced_and_its_shard_goes_on(ray: Any, tmp_path: Path) -> None:
     killer = Killer("ray::WorkerActor", at_step=100)
     module, result = train(killer, epochs=30, folder=tmp_path, local_steps=4)

@@ -41,6 +41,7 @@ from headrace.cluster.machine import (
 )
 from headrace.cluster.planning import plan_local_steps
 from headrace.cluster.sending import Wire, as_array, from_wire, shared_tensor, to_wire
+from headrace.cluster.shards import ShardedHolder, fetch, send_pieces
 from headrace.cluster.training import Job, TrainingSteps
 from headrace.cluster.transport import Answer, Conversation, Service, converse
 from headrace.engine import checkpoint
@@ -59,6 +60,8 @@ class MasterSpec:
     statistics_from: int | None
     folder: str
     """Where its checkpoints lie."""
+    bounds: tuple[tuple[int, int], ...] = ()
+    """The ranges of the shards; empty when the master holds everything itself."""
     most_local_steps: int
     plans: bool
     """Whether B is planned from what is measured."""
@@ -67,7 +70,8 @@ class MasterSpec:
 class MasterActor:
     """Decisions and parameters of one run."""
 
-    def __init__(self, spec: MasterSpec) -> None:
+    def __init__(self, spec: MasterSpec, shards: list[Any]) -> None:
+        self.shards = shards
         torch.set_num_threads(1)
         self.spec = spec
         self.waiting: dict[Key, asyncio.Future[Any]] = {}
@@ -84,6 +88,12 @@ class MasterActor:
 
     def _hold(self, vector: torch.Tensor) -> None:
         holder = Holder(vector.clone(), self.spec.statistics_from)
+        if self.shards:
+            import ray
+
+            holder = ShardedHolder(
+                ray, self.shards, list(self.spec.bounds), vector, self.spec.statistics_from
+            )
         self.service = Service(Master(self.spec.options), holder, self._save)
 
     async def begin(self, vector: NDArray[Any]) -> None:
@@ -113,9 +123,10 @@ class MasterActor:
         for instruction in instructions:
             match instruction:
                 case Reply(key, version, grant):
-                    answer = self.service.answer(key, version, grant)
-                    vector = None if answer.vector is None else as_array(answer.vector)
-                    self._settle(key, (version, grant, vector, answer.place, False))
+                    place = self.service.master.members[key.worker].place
+                    apart = bool(self.shards) or not grant  # from the shards, or not needed any more
+                    vector = None if apart else as_array(self.service.holder.vector())
+                    self._settle(key, (version, grant, vector, place, False))
                 case Dismiss(key):
                     self._settle(key, (0, 0, None, None, True))
                 case Restart():
@@ -132,6 +143,8 @@ class MasterActor:
         for key in [k for k in self.waiting if k.worker == worker and k.life == life]:
             self.waiting.pop(key).cancel()
         self._obey(self.service.handle(Lost(worker, life)))
+        if isinstance(self.service.holder, ShardedHolder):
+            self.service.holder.forget(worker, life)
         return life + 1
 
     async def lives(self) -> dict[str, int]:
@@ -205,7 +218,7 @@ class WorkerActor:
         self.name, self.rank, self.life = name, rank, life
         torch.set_num_threads(1)
 
-    def run(self, job: Job, master: Any) -> dict[str, Any]:
+    def run(self, job: Job, master: Any, shards: list[Any], bounds: list[tuple[int, int]]) -> dict[str, Any]:
         """Train until the grant or the shard is used up."""
         import ray
 
@@ -217,10 +230,16 @@ class WorkerActor:
         waited_s = 0.0
         while True:
             began_s = time.perf_counter()
-            reply = ray.get(master.exchange.remote(message.event, to_wire(message.packed)))
+            packed = message.packed
+            if shards and packed is not None:
+                send_pieces(ray, shards, bounds, message.key, packed)
+                packed = None
+            reply = ray.get(master.exchange.remote(message.event, to_wire(packed)))
             waited_s += time.perf_counter() - began_s
             version, grant, vector, place, dismissed = reply
             own = None if vector is None else shared_tensor(vector)
+            if shards and grant:
+                own = fetch(ray, shards)
             try:
                 message = talk.send(Answer(message.key, version, grant, own, place, dismissed))
             except StopIteration:

@@ -16,9 +16,11 @@ import torch
 
 from headrace.cluster.actors import MasterActor, MasterSpec, WorkerActor, versions
 from headrace.cluster.connect import connected, version_differences
+from headrace.cluster.holder import shard_bounds
 from headrace.cluster.layout import Layout
 from headrace.cluster.options import ClusterOptions
 from headrace.cluster.sending import as_array, shared_tensor
+from headrace.cluster.shards import ShardActor
 from headrace.cluster.training import Job
 from headrace.errors import DeviceError, HeadraceError, WorkerError
 
@@ -108,6 +110,11 @@ class _Driver:
         self.notes: list[str] = []
         self.cpu_s = 0.0
         self.master: Any = None
+        vector_bytes = layout.size * layout.dtype.itemsize
+        self.bounds: list[tuple[int, int]] = []
+        if vector_bytes > options.shard_bytes:
+            self.bounds = shard_bounds(layout.size, layout.dtype.itemsize, options.shard_bytes)
+        self.shards: list[Any] = []
 
     def run(self) -> ClusterResult:
         began_s = time.monotonic()
@@ -130,12 +137,14 @@ class _Driver:
             folder=self.folder,
             most_local_steps=self._most_local_steps(),
             plans=self.options.local_steps == "auto",
+            bounds=tuple(self.bounds),
         )
+        self.shards = [self.ray.remote(num_cpus=0)(ShardActor).remote() for _ in self.bounds]
         actor = self.ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(MasterActor)
         here = self.ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
             self.ray.get_runtime_context().get_node_id(), soft=True
         )  # beside the driver, whose disk has the checkpoints
-        self.master = actor.options(scheduling_strategy=here, max_concurrency=1000).remote(spec)
+        self.master = actor.options(scheduling_strategy=here, max_concurrency=1000).remote(spec, self.shards)
         self.ray.get(self.master.begin.remote(as_array(self.layout.gather())))
 
     def _name_workers(self) -> None:
@@ -157,7 +166,7 @@ class _Driver:
         actor = self.ray.remote(num_cpus=1, num_gpus=self.options.gpus, max_restarts=0)(WorkerActor)
         rank = self.names.index(name)
         self.actors[name] = actor.remote(name, rank, self.lives[name])
-        self.running[self.actors[name].run.remote(self.job_ref, self.master)] = name
+        self.running[self.actors[name].run.remote(self.job_ref, self.master, self.shards, self.bounds)] = name
 
     def _look_at_nodes(self) -> None:
         """Versions of the nodes that are there; workers that wait for a node are used when it comes."""
@@ -254,7 +263,7 @@ class _Driver:
 
     def end(self) -> None:
         """Nobody outlives the run; on a cluster that goes on, this frees its CPUs."""
-        for actor in (*self.actors.values(), self.master):
+        for actor in (*self.actors.values(), self.master, *self.shards):
             if actor is not None:
                 self.ray.kill(actor, no_restart=True)
 

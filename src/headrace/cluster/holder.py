@@ -26,8 +26,9 @@ class Holder:
     version: int = 0
     held: dict[Key, Packed] = field(default_factory=dict)
 
-    def hold(self, key: Key, packed: Packed) -> None:
+    def hold(self, key: Key, packed: Packed | None) -> None:
         """Keep a difference until it is applied or dropped."""
+        assert packed is not None
         if packed.size != self.values.numel():
             raise OptionError(
                 f"{key.worker} pushed {packed.size} numbers where {self.values.numel()} are held; its model "
@@ -49,6 +50,12 @@ class Holder:
             packed.part(0, split).add_to(self.values[:split], weight)
             packed.part(split, packed.size).add_to(self.values[split:], order.share)
         self.version = order.version
+
+    def restore(self, values: Tensor, version: int) -> None:
+        """Go back to a checkpoint; what was held is sent again."""
+        self.values.copy_(values)
+        self.version = version
+        self.held.clear()
 
     def vector(self) -> Tensor:
         """A copy of the values as they are now."""

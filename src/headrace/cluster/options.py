@@ -36,6 +36,8 @@ class ClusterOptions:
     """How often a worker may be lost before the run is given up."""
     connect_s: float = 15.0
     """How long an address may take to answer."""
+    shard_bytes: int = 64 << 20
+    """Parameters beyond this are spread over several actors of at most so many bytes."""
     gpus: float = 0.0
     """GPUs for each worker. (Written for, and not yet run on, machines that have some.)"""
 

@@ -179,7 +179,7 @@ class Simulation:
                     self._at(self.now_s + self.conditions.restart_s, self._begin, worker, life)
 
     def _save(self, state: Any) -> None:
-        self._saved = {**state, "values": state["values"].clone()}
+        self._saved = state
 
     def _master_dies(self) -> None:
         self.service.load_state_dict(self._saved)  # type: ignore[arg-type]

@@ -140,7 +140,6 @@ class Service:
     def handle(self, event: Event, packed: Packed | None = None) -> list[Instruction]:
         """Feed one event; returns the instructions that are the transport's business."""
         if isinstance(event, Push) and event.key not in self.holder.held:
-            assert packed is not None
             self.holder.hold(event.key, packed)
             self._pending[event.key] = event
         for_others: list[Instruction] = []
@@ -170,11 +169,9 @@ class Service:
             self.losses.append((self.master.steps, push.loss, push.rows))
 
     def state_dict(self) -> State:
-        return {"master": self.master.state_dict(), "values": self.holder.values}
+        return {"master": self.master.state_dict(), "values": self.holder.vector()}
 
     def load_state_dict(self, state: State) -> None:
         self.master.load_state_dict(state["master"])
-        self.holder.values.copy_(state["values"])
-        self.holder.version = self.master.version
-        self.holder.held.clear()
+        self.holder.restore(state["values"], self.master.version)
         self._pending.clear()
