@@ -100,6 +100,14 @@ def test_the_waiting_end_when_the_slow_is_lost() -> None:
     assert only(master.handle(Lost("slow", 1)), Apply)
 
 
+def test_a_late_copy_of_a_join_does_not_make_everyone_wait() -> None:
+    master = Master(MasterOptions(staleness=0, stale="wait"))
+    joined(master, "a", "b")
+    master.handle(Push(Key("a", 1, 1), 0))
+    master.handle(Joined(Key("a", 1)))
+    assert only(master.handle(Push(Key("b", 1, 1), 0)), Apply)
+
+
 def test_decay_shrinks_with_the_version() -> None:
     master = Master(MasterOptions(merge="decayed", decay=0.5, decay_after=1))
     joined(master, "a")

@@ -261,10 +261,8 @@ class Master:
         """What to do now."""
         out: list[Instruction]
         match event:
-            case Joined(key):
-                out = self._joined(key)
-            case Pull(key):
-                out = self._pulled(key)
+            case Joined(key) | Pull(key):
+                out = self._asked(key)
             case Push():
                 out = self._pushed(event)
             case Left(key):
@@ -287,19 +285,16 @@ class Master:
 
     # ------------------------------------------------------------------ one event each
 
-    def _joined(self, key: Key) -> list[Instruction]:
+    def _asked(self, key: Key) -> list[Instruction]:
+        """A worker joins, or wants newer parameters."""
         if self._is_past(key):
             return [Dismiss(key)]
         out = self._admit(key)
+        if any(push.key.worker == key.worker for push in self.queue):
+            # A late copy of an earlier message: its worker waits and computes nothing. A grant would make the
+            # others wait for it while its push waits for the others.
+            return [*out, Reply(key, self.version, self.members[key.worker].granted)]
         return [*out, self._grant(key)]
-
-    def _pulled(self, key: Key) -> list[Instruction]:
-        if self._is_past(key):
-            return [Dismiss(key)]
-        out = self._admit(key)
-        member = self.members[key.worker]
-        held = any(push.key.worker == key.worker for push in self.queue)
-        return [*out, Reply(key, self.version, member.granted) if held else self._grant(key)]
 
     def _pushed(self, push: Push) -> list[Instruction]:
         key = push.key
