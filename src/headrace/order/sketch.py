@@ -1,0 +1,120 @@
+"""The Kronecker sketch: every example gradient as k = k_o·k_i numbers, whatever the model's size.
+
+For a weight of shape o × i the sketch is R_oᵀ G R_i with fixed random R_o (o × k_o) and R_i (i × k_i), and the
+sketches of all parameters are *added*: inner products of the sums estimate inner products of whole gradients, and the
+precision goes where the gradient's energy is. A bias is one more column of its weight; a vector parameter is a weight
+with one column. Sides no longer than k are embedded exactly (orthonormal rows), longer ones are projected on
+orthonormal columns, scaled by √(side / k).
+
+A projection belongs to a parameter, not to a layer, so the uses of a shared weight add up as they must. It is drawn from
+the seed and the parameter's name: processes agree on it and nothing needs saving.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_EXACT_QR = 65536  # longer sides are drawn as ± signs: a QR of a million rows takes seconds and gains nothing
+
+
+def split_k(k: int) -> tuple[int, int]:
+    """k as k_o × k_i, as square as its divisors allow."""
+    rows = next(r for r in range(math.isqrt(k), 0, -1) if k % r == 0)
+    return rows, k // rows
+
+
+@dataclass(frozen=True)
+class Projection:
+    """One parameter's R_o and R_i; ``bias`` is R_i's row for the bias."""
+
+    rows: Tensor
+    columns: Tensor
+    bias: Tensor
+
+
+def draw_side(side: int, k: int, generator: torch.Generator) -> Tensor:
+    """A side × k matrix R with E[R Rᵀ] = 1: an isometry when side ≤ k."""
+    if side > _EXACT_QR:
+        signs = torch.randint(0, 2, (side, k), generator=generator, dtype=torch.float64)
+        return (2 * signs - 1) / math.sqrt(k)
+    gaussian = torch.randn(max(side, k), min(side, k), generator=generator, dtype=torch.float64)
+    basis, triangle = torch.linalg.qr(gaussian)
+    # Fixing the signs makes the basis uniform, and the same on every LAPACK.
+    basis = basis * torch.where(triangle.diagonal() < 0, -1.0, 1.0)
+    return basis.T.contiguous() if side <= k else basis * math.sqrt(side / k)
+
+
+class Projections:
+    """The projections of a model's parameters, found by identity; one copy per dtype that is met."""
+
+    def __init__(self, k: int, seed: int) -> None:
+        self.k = k
+        self.k_rows, self.k_columns = split_k(k)
+        self.seed = seed
+        self._names: dict[int, tuple[str, Tensor]] = {}
+        self._drawn: dict[tuple[int, torch.dtype, torch.device], Projection] = {}
+
+    def name(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
+        for name, parameter in parameters:
+            self._names.setdefault(id(parameter), (name, parameter))
+
+    def of(self, parameter: Tensor, like: Tensor) -> Projection:
+        key = id(parameter), like.dtype, like.device
+        found = self._drawn.get(key)
+        if found is None:
+            found = self._drawn[key] = self._draw(parameter, like.dtype, like.device)
+        return found
+
+    def _draw(self, parameter: Tensor, dtype: torch.dtype, device: torch.device) -> Projection:
+        name, _ = self._names[id(parameter)]
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) ^ (self.seed & 0xFFFFFFFF))
+        rows, columns = matrix_shape(parameter.shape)
+        left = draw_side(rows, self.k_rows, generator)
+        # One more column of the weight for its bias.
+        right = draw_side(columns + 1, self.k_columns, generator)
+        move = {"dtype": dtype, "device": device}
+        return Projection(left.to(**move), right[:-1].to(**move).contiguous(), right[-1].to(**move))
+
+    def bytes(self) -> int:
+        return sum(p.rows.nbytes + p.columns.nbytes + p.bias.nbytes for p in self._drawn.values())
+
+
+def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
+    """A parameter as a matrix: its first dimension by all others."""
+    return (1, 1) if len(shape) == 0 else (shape[0], math.prod(shape[1:]))
+
+
+class SketchSum:
+    """Adds up one batch's sketches, layer by layer; layers with one position wait for one common product."""
+
+    def __init__(self, batch: int, projections: Projections) -> None:
+        self.batch = batch
+        self.projections = projections
+        self._left: list[Tensor] = []
+        self._right: list[Tensor] = []
+        self._sum: Tensor | None = None
+
+    def add_outer(self, left_bk: Tensor, right_bk: Tensor) -> None:
+        """One outer product per example."""
+        self._left.append(left_bk.float() if left_bk.dtype.itemsize < 4 else left_bk)
+        self._right.append(right_bk.float() if right_bk.dtype.itemsize < 4 else right_bk)
+
+    def add(self, sketch_bkk: Tensor) -> None:
+        sketch = sketch_bkk.float() if sketch_bkk.dtype.itemsize < 4 else sketch_bkk
+        self._sum = sketch if self._sum is None else self._sum + sketch
+
+    def result(self, scale: float | Tensor) -> Tensor | None:
+        """The sketches (b × k) times ``scale``; None when nothing was added."""
+        if self._left:
+            left, right = torch.stack(self._left, 2), torch.stack(self._right, 1)
+            self.add(torch.bmm(left, right))
+            self._left, self._right = [], []
+        if self._sum is None:
+            return None
+        return self._sum.reshape(self.batch, -1) * scale
