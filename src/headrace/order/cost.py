@@ -21,24 +21,31 @@ class Sizes(NamedTuple):
     columns: int
 
 
-def sketch_costs(sizes: Sizes, k_rows: int, k_columns: int) -> dict[str, int]:
-    """Multiply-adds per example for the four orders of contraction."""
+UNFOLD = 8  # multiply-adds that cutting out one number of a patch costs: memory traffic, measured on a CPU
+
+
+def sketch_costs(sizes: Sizes, k_rows: int, k_columns: int, unfold: bool = False) -> dict[str, int]:
+    """Multiply-adds per example for the four orders of contraction; ``unfold``: the inputs are cut-out patches.
+
+    The first two can project a convolution's inputs without cutting out patches.
+    """
     _, p, o, i = sizes
+    patches = UNFOLD * p * i if unfold else 0
     return {
         # project both sides, then sum over positions
         "sketch": p * (o * k_rows + i * k_columns + k_rows * k_columns),
         # project the inputs, sum over positions, project the outputs
         "inputs": p * (i * k_columns + o * k_columns) + o * k_rows * k_columns,
         # project the outputs, sum over positions, project the inputs
-        "outputs": p * (o * k_rows + i * k_rows) + i * k_rows * k_columns,
+        "outputs": patches + p * (o * k_rows + i * k_rows) + i * k_rows * k_columns,
         # the example gradient itself, then project both sides
-        "materialise": p * o * i + i * o * k_rows + i * k_rows * k_columns,
+        "materialise": patches + p * o * i + i * o * k_rows + i * k_rows * k_columns,
     }
 
 
-def choose_sketch(sizes: Sizes, k_rows: int, k_columns: int) -> str:
+def choose_sketch(sizes: Sizes, k_rows: int, k_columns: int, unfold: bool = False) -> str:
     """The cheapest order of contraction for a sketch."""
-    costs = sketch_costs(sizes, k_rows, k_columns)
+    costs = sketch_costs(sizes, k_rows, k_columns, unfold)
     return min(costs, key=lambda name: costs[name])
 
 

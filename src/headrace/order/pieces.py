@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from headrace.order.cost import Sizes, choose_gram, choose_sketch, choose_tokens_gram
-from headrace.order.sketch import Projections, SketchSum, matrix_shape
+from headrace.order.sketch import Projection, SketchSum, matrix_shape
 
 View = Callable[[Tensor], Tensor]
 """Parameter → its part of a long vector, in the parameter's shape."""
@@ -86,14 +86,10 @@ class Factors:
         projection = into.projections.of(self.weight, self.left)
         right = self.right if self.right.dtype == self.left.dtype else self.right.to(self.left.dtype)
         if self.left.shape[1] == 1:
-            into.add_outer(self.left[:, 0] @ projection.rows, _project(right[:, 0], projection, self.bias))
-        elif choose_sketch(self._sizes(), into.projections.k_rows, into.projections.k_columns) == "sketch":
-            left = self.left @ projection.rows
-            into.add(torch.bmm(left.transpose(1, 2), _project(right, projection, self.bias)))
-        else:
-            # Summing over positions first pays when the layer is small or the positions are many.
-            half = torch.bmm(self.left.transpose(1, 2), _project(right, projection, self.bias))
-            into.add(projection.rows.T @ half)
+            into.add_outer(self.left[:, 0] @ projection.rows, project(right[:, 0], projection, self.bias))
+            return
+        way = choose_sketch(self._sizes(), into.projections.k_rows, into.projections.k_columns)
+        into.add(contract(self.left, right, projection, self.bias, way))
 
     def _bias(self) -> Tensor:
         assert self.bias is not None
@@ -138,14 +134,29 @@ class Factors:
         return pieces
 
 
-def _project(right: Tensor, projection: object, bias: Tensor | None) -> Tensor:
-    columns: Tensor = projection.columns  # type: ignore[attr-defined]
-    row: Tensor = projection.bias  # type: ignore[attr-defined]
+def project(right: Tensor, projection: Projection, bias: Tensor | None) -> Tensor:
+    """[a, 1] R_i, or a R_i without a bias."""
     if bias is None:
-        return right @ columns
+        return right @ projection.columns
     if right.dim() == 2:
-        return torch.addmm(row, right, columns)
-    return F.linear(right, columns.T, row)
+        return torch.addmm(projection.bias, right, projection.columns)
+    return F.linear(right, projection.columns.T, projection.bias)
+
+
+def contract(left: Tensor, right: Tensor, projection: Projection, bias: Tensor | None, way: str) -> Tensor:
+    """R_oᵀ (Σ_p δ_p [a_p, 1]ᵀ) R_i, in the order of contraction that ``way`` names."""
+    if way == "inputs":
+        return projection.rows.T @ torch.bmm(left.transpose(1, 2), project(right, projection, bias))
+    if way == "sketch":
+        return torch.bmm((left @ projection.rows).transpose(1, 2), project(right, projection, bias))
+    if way == "outputs":
+        left = left @ projection.rows
+        result = torch.bmm(left.transpose(1, 2), right) @ projection.columns
+        summed = left.sum(1)
+    else:
+        result = projection.rows.T @ torch.bmm(left.transpose(1, 2), right) @ projection.columns
+        summed = left.sum(1) @ projection.rows
+    return result if bias is None else result + summed[:, :, None] * projection.bias
 
 
 @dataclass
@@ -168,13 +179,16 @@ class Convolution:
         delta = self.delta.flatten(2)
         sizes = Sizes(len(delta), delta.shape[2], self.weight.shape[0], self.weight[0].numel())
         projection = into.projections.of(self.weight, delta)
-        way = choose_sketch(sizes, into.projections.k_rows, into.projections.k_columns)
+        way = choose_sketch(sizes, into.projections.k_rows, into.projections.k_columns, unfold=True)
+        if way in ("outputs", "materialise"):
+            factors = self.factors()
+            into.add(contract(factors.left, factors.right, projection, self.bias, way))
+            return
         # Projecting the inputs is a convolution with k_i random filters: the patches are never cut out.
         filters = projection.columns.T.reshape(-1, *self.weight.shape[1:])
-        inputs = self.input.to(delta.dtype)
-        right = convolve(self.module, inputs, filters, projection.bias if self.bias is not None else None)
-        right = right.flatten(2).transpose(1, 2)
-        if way in ("sketch", "outputs"):
+        row = projection.bias if self.bias is not None else None
+        right = convolve(self.module, self.input.to(delta.dtype), filters, row).flatten(2).transpose(1, 2)
+        if way == "sketch":
             into.add(torch.bmm(projection.rows.T @ delta, right))
         else:
             into.add(projection.rows.T @ torch.bmm(delta, right))
@@ -291,7 +305,11 @@ class LongRows:
     """
 
     def __init__(
-        self, pieces: list[Piece], places: dict[int, tuple[int, torch.Size]], batch: int, scale: float | Tensor
+        self,
+        pieces: list[Piece],
+        places: dict[int, tuple[int, torch.Size]],
+        batch: int,
+        scale: float | Tensor,
     ) -> None:
         self.pieces = merge_shared(pieces)
         self.places = places
@@ -342,6 +360,3 @@ def merge_shared(pieces: list[Piece]) -> list[Piece]:
             else:
                 summed[id(dense.parameter)] = Dense(known.parameter, known.gradients + dense.gradients)
     return [*kept, *summed.values()]
-
-
-__all__ = ["Convolution", "Dense", "Factors", "LongRows", "Piece", "Projections", "Tokens", "merge_shared"]

@@ -32,5 +32,7 @@ def walk_triton(products: Tensor, gram: Tensor, bar: Tensor | None = None) -> Te
     if count:
         bar = torch.zeros_like(products) if bar is None else bar
         block = triton.next_power_of_2(count)
-        _walk_kernel[(1,)](products.contiguous(), gram.contiguous(), bar.contiguous(), signs, count, BLOCK=block)
+        _walk_kernel[(1,)](
+            products.contiguous(), gram.contiguous(), bar.contiguous(), signs, count, BLOCK=block
+        )
     return signs
