@@ -18,12 +18,18 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass
+from typing import Any
 
+import numpy
+import numpy.typing
 import torch
 from torch import Tensor
 
 from headrace.errors import OptionError
 
+Array = numpy.typing.NDArray[Any]
+
+BLOCK = 32  # vectors whose Gram matrix is made at once on a CPU: 16 to 64 are equally fast for k = 256
 RULES = ("greedy", "random", "adaptive")
 
 
@@ -58,18 +64,46 @@ def walk(products: Tensor, gram: Tensor, bar: Tensor | None = None) -> Tensor:
 
 
 def _walk_on_host(products: Tensor, gram: Tensor, bar: Tensor | None) -> Tensor:
-    # NumPy rather than torch: a torch operation costs about 3 µs here, a NumPy one 0.5 µs.
-    running = products.detach().numpy().copy()
-    rows = list(gram.detach().numpy())
-    bars = [0.0] * len(rows) if bar is None else bar.tolist()
-    plus = [False] * len(rows)
-    for i, row in enumerate(rows):
-        if running[i] < bars[i]:
-            plus[i] = True
+    signs = numpy.empty(len(products), dtype=products.detach().numpy().dtype)
+    bars = None if bar is None else bar.tolist()
+    _walk_rows(products.detach().numpy().copy(), gram.detach().numpy(), bars, signs)
+    return torch.from_numpy(signs)
+
+
+def _walk_rows(running: Array, gram: Array, bars: list[float] | None, signs: Array) -> None:
+    """The walk itself; ``running`` holds the inner products and is used up.
+
+    NumPy rather than torch: a torch operation costs about 3 µs here, a NumPy one 0.5 µs.
+    """
+    for i, row in enumerate(gram):
+        if running[i] < (0.0 if bars is None else bars[i]):
+            signs[i] = 1.0
             running += row
         else:
+            signs[i] = -1.0
             running -= row
-    return torch.tensor(plus).to(products.dtype).mul_(2).sub_(1)
+
+
+def walk_vectors(vectors_bk: Tensor, running_k: Tensor, bar: Tensor | None = None) -> Tensor:
+    """Signs for vectors that are there; moves the running sum along, in place."""
+    if vectors_bk.device.type != "cpu":
+        signs = walk(vectors_bk @ running_k, vectors_bk @ vectors_bk.T, bar)
+        running_k.addmv_(vectors_bk.T, signs)
+        return signs
+    vectors, running = vectors_bk.detach().numpy(), running_k.detach().numpy()
+    signs = numpy.empty(len(vectors), dtype=vectors.dtype)
+    bars = None if bar is None else bar.tolist()
+    for start in range(0, len(vectors), BLOCK):
+        block, here = vectors[start : start + BLOCK], signs[start : start + BLOCK]
+        stretch = None if bars is None else bars[start : start + BLOCK]
+        products = block @ running
+        if not numpy.isfinite(products).all():
+            # Gradients that overflowed (a too large AMP scale) tell nothing: their rows stay unsigned.
+            here[:] = 0.0
+            continue
+        _walk_rows(products, block @ block.T, stretch, here)
+        running += here @ block
+    return torch.from_numpy(signs)
 
 
 def walk_in_torch(products: Tensor, gram: Tensor, bar: Tensor | None = None) -> Tensor:

@@ -218,8 +218,7 @@ class BalancedOrder:
             self.epochs_closed += 1
             self._order = PLAIN[self.kind_in_force](self._order, self.epochs_closed, self._generator)
             return
-        if learner.watcher is not None:
-            learner.watcher.settle()
+        learner.settle()
         if not learner.learned:
             return
         self.epochs_closed += 1
@@ -268,6 +267,8 @@ class BalancedOrder:
         rank = torch.empty_like(self._order)
         rank[self._order] = torch.arange(len(rank), device=rank.device)
         positions = torch.argsort(rank[row_ids])
+        if self.learner is not None:
+            self.learner.settle()
         if not close or self.learner is None or self.learner.signs.shape[1] != 1:
             return positions
         here = row_ids[positions]

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from headrace.errors import OptionError
-from headrace.order.balance import Rule, walk, walk_adaptive
+from headrace.order.balance import Rule, walk, walk_adaptive, walk_vectors
 from headrace.types import State
 
 
@@ -87,6 +87,14 @@ class Walker:
                 self.scale = torch.maximum(self.scale, gram.diagonal().amax())
             return walk(products, gram, self.rule.scale * self.scale * (1 - 2 * uniform))
         signs, self.scale = walk_adaptive(products, gram, uniform, self.scale)
+        return signs
+
+    def walk_vectors(self, vectors_bk: Tensor, running_k: Tensor) -> Tensor:
+        """Signs for vectors that are there; moves the running sum along, in place."""
+        if self.rule.name == "greedy":
+            return walk_vectors(vectors_bk, running_k)
+        signs = self.signs(vectors_bk @ running_k, vectors_bk @ vectors_bk.T)
+        running_k.addmv_(vectors_bk.T, signs)
         return signs
 
     def state_dict(self) -> State:
@@ -176,8 +184,7 @@ class PairBalancer(Balancer):
         count = len(vectors)
         even = vectors[: count - count % 2]
         differences = even[0::2] - even[1::2]
-        signs = self.walker.signs(differences @ self.running, differences @ differences.T)
-        self.running.addmv_(differences.T, signs)
+        signs = self.walker.walk_vectors(differences, self.running)
         self.waits = count % 2 == 1
         if self.waits:
             self.carried.copy_(vectors[-1])
@@ -216,13 +223,16 @@ class MeanBalancer(Balancer):
         self.count = torch.zeros((), device=self.running.device, dtype=self.running.dtype)
 
     def step(self, rows: Rows) -> Tensor:
+        self.count.add_(len(rows))
+        if isinstance(rows, VectorRows):
+            self.total.add_(rows.vectors.sum(0))
+            return self.walker.walk_vectors(rows.vectors - self.mean, self.running)
         products, gram, with_mean = rows.dot(self.running), rows.gram(), rows.dot(self.mean)
         gram = gram - with_mean[:, None] - with_mean[None, :] + self.mean @ self.mean
         signs = self.walker.signs(products - self.running @ self.mean, gram)
         rows.add_to(self.running, signs)
         self.running.sub_(signs.sum() * self.mean)
         rows.add_to(self.total, torch.ones_like(signs))
-        self.count.add_(len(rows))
         return signs
 
     def end_epoch(self) -> None:
@@ -247,8 +257,7 @@ class SharedPairBalancer(Balancer):
         """Signs (m × p) for the differences of p pairs of each of m workers."""
         workers, pairs, _ = differences_mpk.shape
         flat = differences_mpk.transpose(0, 1).reshape(workers * pairs, -1)
-        signs = self.walker.signs(flat @ self.running, flat @ flat.T)
-        self.running.addmv_(flat.T, signs)
+        signs = self.walker.walk_vectors(flat, self.running)
         return signs.view(pairs, workers).T
 
 

@@ -9,6 +9,7 @@ Shapes: B examples, P positions, o rows and i columns of the weight, k_o × k_i 
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 
@@ -19,6 +20,19 @@ class Sizes(NamedTuple):
     positions: int
     rows: int
     columns: int
+
+
+def split_k(k: int, rows: int, columns: int) -> tuple[int, int]:
+    """k as k_o × k_i for a weight of rows × columns.
+
+    The inputs are the costly side (they are projected at every position), so k_i is small: 8, or 4 where projecting
+    the inputs to 8 numbers would cost more than a tenth of the layer's own training, as in a convolution with few
+    channels. Measured on digits and LeNet, 32 × 8 and 64 × 4 are within 10 % of 16 × 16 in drift.
+    """
+    wanted = 4 if 8 * (rows + columns) > 0.1 * 3 * rows * columns else 8
+    wanted = min(wanted, math.isqrt(k))
+    chosen = next(c for c in range(wanted, 0, -1) if k % c == 0)
+    return k // chosen, chosen
 
 
 UNFOLD = 8  # multiply-adds that cutting out one number of a patch costs: memory traffic, measured on a CPU

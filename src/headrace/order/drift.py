@@ -32,9 +32,10 @@ class DriftMeter:
     def update(self, vectors_bk: Tensor) -> None:
         vectors = vectors_bk.to(self.sums.dtype)
         flat = vectors.reshape(-1)
-        slot = (self.position * SLOTS).div_(max(self.n, 1), rounding_mode="floor").clamp_(max=SLOTS - 1)
-        self.sums.index_add_(0, slot, vectors.sum(0, keepdim=True))
-        self.counts.index_add_(0, slot, self.counts.new_full((1, 1), len(vectors)))
+        rows = torch.arange(len(vectors), device=vectors.device) + self.position
+        slots = (rows * SLOTS).div_(max(self.n, 1), rounding_mode="floor").clamp_(max=SLOTS - 1)
+        self.sums.index_add_(0, slots, vectors)
+        self.counts.index_add_(0, slots, self.counts.new_ones(len(vectors), 1))
         self.energy.add_(flat @ flat)
         self.position.add_(len(vectors))
 

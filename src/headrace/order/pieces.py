@@ -88,7 +88,7 @@ class Factors:
         if self.left.shape[1] == 1:
             into.add_outer(self.left[:, 0] @ projection.rows, project(right[:, 0], projection, self.bias))
             return
-        way = choose_sketch(self._sizes(), into.projections.k_rows, into.projections.k_columns)
+        way = choose_sketch(self._sizes(), *projection.split)
         into.add(contract(self.left, right, projection, self.bias, way))
 
     def _bias(self) -> Tensor:
@@ -179,7 +179,7 @@ class Convolution:
         delta = self.delta.flatten(2)
         sizes = Sizes(len(delta), delta.shape[2], self.weight.shape[0], self.weight[0].numel())
         projection = into.projections.of(self.weight, delta)
-        way = choose_sketch(sizes, into.projections.k_rows, into.projections.k_columns, unfold=True)
+        way = choose_sketch(sizes, *projection.split, unfold=True)
         if way in ("outputs", "materialise"):
             factors = self.factors()
             into.add(contract(factors.left, factors.right, projection, self.bias, way))

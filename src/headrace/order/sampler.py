@@ -197,9 +197,8 @@ class BalancedSampler(Sampler[int]):
         return current
 
     def _settle(self) -> None:
-        learner = self.order.learner
-        if learner is not None and learner.watcher is not None:
-            learner.watcher.settle()
+        if self.order.learner is not None:
+            self.order.learner.settle()
 
     def _done(self, one: _Pass) -> bool:
         return one.seen >= len(one.slots)

@@ -3,8 +3,8 @@
 For a weight of shape o × i the sketch is R_oᵀ G R_i with fixed random R_o (o × k_o) and R_i (i × k_i), and the
 sketches of all parameters are *added*: inner products of the sums estimate inner products of whole gradients, and the
 precision goes where the gradient's energy is. A bias is one more column of its weight; a vector parameter is a weight
-with one column. Sides no longer than k are embedded exactly (orthonormal rows), longer ones are projected on
-orthonormal columns, scaled by √(side / k).
+with one column. A side no longer than its k is embedded exactly (orthonormal rows), a longer one is projected
+on orthonormal columns, scaled by √(side / k). How k is split depends on the layer (`headrace.order.cost.split_k`).
 
 A projection belongs to a parameter, not to a layer, so the uses of a shared weight add up as they must. It is drawn from
 the seed and the parameter's name: processes agree on it and nothing needs saving.
@@ -20,13 +20,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from headrace.order.cost import split_k
+
 _EXACT_QR = 65536  # longer sides are drawn as ± signs: a QR of a million rows takes seconds and gains nothing
-
-
-def split_k(k: int) -> tuple[int, int]:
-    """k as k_o × k_i, as square as its divisors allow."""
-    rows = next(r for r in range(math.isqrt(k), 0, -1) if k % r == 0)
-    return rows, k // rows
 
 
 @dataclass(frozen=True)
@@ -36,6 +32,10 @@ class Projection:
     rows: Tensor
     columns: Tensor
     bias: Tensor
+
+    @property
+    def split(self) -> tuple[int, int]:
+        return self.rows.shape[1], self.columns.shape[1]
 
 
 def draw_side(side: int, k: int, generator: torch.Generator) -> Tensor:
@@ -55,7 +55,6 @@ class Projections:
 
     def __init__(self, k: int, seed: int) -> None:
         self.k = k
-        self.k_rows, self.k_columns = split_k(k)
         self.seed = seed
         self._names: dict[int, tuple[str, Tensor]] = {}
         self._drawn: dict[tuple[int, torch.dtype, torch.device], Projection] = {}
@@ -73,13 +72,14 @@ class Projections:
 
     def _draw(self, parameter: Tensor, dtype: torch.dtype, device: torch.device) -> Projection:
         name, _ = self._names[id(parameter)]
+        k_rows, k_columns = split_k(self.k, *matrix_shape(parameter.shape))
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) ^ (self.seed & 0xFFFFFFFF))
         rows, columns = matrix_shape(parameter.shape)
-        left = draw_side(rows, self.k_rows, generator)
+        left = draw_side(rows, k_rows, generator)
         # One more column of the weight for its bias.
-        right = draw_side(columns + 1, self.k_columns, generator)
-        move = {"dtype": dtype, "device": device}
-        return Projection(left.to(**move), right[:-1].to(**move).contiguous(), right[-1].to(**move))
+        right = draw_side(columns + 1, k_columns, generator)
+        left, right = left.to(device, dtype), right.to(device, dtype)
+        return Projection(left, right[:-1].contiguous(), right[-1])
 
     def bytes(self) -> int:
         return sum(p.rows.nbytes + p.columns.nbytes + p.bias.nbytes for p in self._drawn.values())
@@ -102,11 +102,15 @@ class SketchSum:
 
     def add_outer(self, left_bk: Tensor, right_bk: Tensor) -> None:
         """One outer product per example."""
-        self._left.append(left_bk.float() if left_bk.dtype.itemsize < 4 else left_bk)
-        self._right.append(right_bk.float() if right_bk.dtype.itemsize < 4 else right_bk)
+        left, right = _at_least_float(left_bk), _at_least_float(right_bk)
+        if self._right and self._right[0].shape[1] != right.shape[1]:
+            self.add(left[:, :, None] * right[:, None, :])
+            return
+        self._left.append(left)
+        self._right.append(right)
 
     def add(self, sketch_bkk: Tensor) -> None:
-        sketch = sketch_bkk.float() if sketch_bkk.dtype.itemsize < 4 else sketch_bkk
+        sketch = _at_least_float(sketch_bkk).reshape(self.batch, -1)
         self._sum = sketch if self._sum is None else self._sum + sketch
 
     def result(self, scale: float | Tensor) -> Tensor | None:
@@ -115,6 +119,9 @@ class SketchSum:
             left, right = torch.stack(self._left, 2), torch.stack(self._right, 1)
             self.add(torch.bmm(left, right))
             self._left, self._right = [], []
-        if self._sum is None:
-            return None
-        return self._sum.reshape(self.batch, -1) * scale
+        return None if self._sum is None else self._sum * scale
+
+
+def _at_least_float(x: Tensor) -> Tensor:
+    # Half precision is enough for the factors but not for sums over layers and batches.
+    return x.float() if x.dtype.itemsize < 4 else x

@@ -89,9 +89,7 @@ class Watcher:
             covered.update(id(p) for p in own_parameters(module))
             if is_approximate(module):
                 self.approximate.append(self._names[module])
-            # Compiled code must not trace into the hooks: they keep Python state.
-            hook = torch.compiler.disable(self._make_tap(maker))
-            self._handles.append(module.register_forward_hook(hook, with_kwargs=True))
+            self._handles.append(module.register_forward_hook(self._make_tap(maker), with_kwargs=True))
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad and id(parameter) not in covered:
                 self.left_out[name] = ("no known layer holds it", parameter.numel())
@@ -130,7 +128,7 @@ class Watcher:
         self._inside = False
 
     def _in_backward(self) -> bool:
-        return any(0 < record.fired and record.pending for record in self._queue)
+        return any(record.fired and record.pending for record in self._queue)
 
     def _new_record(self, inputs: Any) -> Record:
         indices = self.next_indices()
@@ -172,7 +170,15 @@ class Watcher:
             first.register_hook(fire)
             return None
 
-        return tap
+        outside = torch.compiler.disable(tap)
+
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+            # Compiled code must not trace into the tap: it keeps Python state.
+            if torch.compiler.is_compiling():
+                return outside(module, args, kwargs, output)
+            return tap(module, args, kwargs, output)
+
+        return hook
 
     _silent: frozenset[nn.Module] = frozenset()
 
