@@ -12,10 +12,9 @@ The contract with whoever runs the steps::
 
 - `begin_batch` keeps a reference, so under a CUDA graph give it the graph's static index tensor; call it once while
   capturing. Everything the hooks do then is captured with the step: no host synchronisation, no data-dependent shapes.
-  Capture only kinds pair (with an even batch size) and mean: `capturable` says so. On replays the host sees nothing;
-  tell the order with `replayed(rows)` how many rows were used.
-- `epoch()` closes the epoch before. After `load_state_dict` in mid-epoch it returns the order that was in force; the
-  caller skips the rows it has already used. At least one whole epoch of rows since, and it goes on to the next order.
+  Capture only kinds pair (with an even batch size) and mean: `capturable` says so.
+- `epoch()` closes the epoch before. Called at once after `load_state_dict` in mid-epoch it returns the order that was
+  in force, whose used rows the caller skips; called after further batches it closes that epoch like any other.
 - Rows without a sign (a short stop, a last example without partner) keep their rank.
 - `within(row_ids)` is the order inside a buffer that holds some of the rows. With ``close=True`` the signs of these
   rows are used up first, for a further round on the same buffer.
@@ -101,6 +100,7 @@ class BalancedOrder:
             )
         self._batch: Tensor | None = None
         self._begun = False
+        self._seen_at_load = 0
         self._history: list[tuple[Tensor, Tensor, str]] = []
 
     def _first_order(self) -> Tensor:
@@ -188,16 +188,12 @@ class BalancedOrder:
             (pairs or self.kind == "mean") and self.workers == 1 and self.learner.options.signal == "sketch"
         )
 
-    def replayed(self, rows: int) -> None:
-        """Count rows that a CUDA graph used without the host's hooks."""
-        if self.learner is not None:
-            self.learner.seen += rows
-
     # Epochs
 
     def epoch(self) -> Iterator[Tensor]:
         """Close the epoch before and give the next permutation, in one piece."""
-        if self._begun:
+        went_on = self.learner is not None and self.learner.seen > self._seen_at_load
+        if self._begun or went_on:
             self.end_epoch()
         self._begun = True
         return iter((self.rows(),))
@@ -213,6 +209,7 @@ class BalancedOrder:
     def end_epoch(self) -> None:
         """Use up the signs of this epoch: report its drift and set the next order."""
         self._begun = False
+        self._seen_at_load = 0
         learner = self.learner
         if learner is None or self.kind_in_force in PLAIN:
             self.epochs_closed += 1
@@ -346,8 +343,8 @@ class BalancedOrder:
         if self.learner is not None and state["learner"] is not None:
             self.learner.load_state_dict(state["learner"])
         # In mid-epoch the order in force must come back; after a whole epoch the next one must.
-        whole = self.learner is not None and self.learner.seen >= self.units
-        self._begun = bool(state["begun"]) and whole
+        self._seen_at_load = 0 if self.learner is None else self.learner.seen
+        self._begun = bool(state["begun"]) and self._seen_at_load >= self.units
         if self.kind_in_force in PLAIN:
             self.unwatch()
 

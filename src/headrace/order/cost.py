@@ -22,14 +22,14 @@ class Sizes(NamedTuple):
     columns: int
 
 
-def split_k(k: int, rows: int, columns: int) -> tuple[int, int]:
+def split_k(k: int, rows: int, columns: int, convolution: bool = False) -> tuple[int, int]:
     """k as k_o × k_i for a weight of rows × columns.
 
-    The inputs are the costly side (they are projected at every position), so k_i is small: 8, or 4 where projecting
-    the inputs to 8 numbers would cost more than a tenth of the layer's own training, as in a convolution with few
-    channels. Measured on digits and LeNet, 32 × 8 and 64 × 4 are within 10 % of 16 × 16 in drift.
+    The inputs are the costly side (they are projected at every position), so k_i is small: 8, or 4 for a convolution
+    with so few channels that projecting to 8 numbers would cost more than a tenth of its own training. In drift, 32 × 8
+    and 64 × 4 cannot be told from 16 × 16 on digits and on LeNet (two seeds each; benchmarks/bench_order_quality.py).
     """
-    wanted = 4 if 8 * (rows + columns) > 0.1 * 3 * rows * columns else 8
+    wanted = 4 if convolution and 8 * (rows + columns) > 0.1 * 3 * rows * columns else 8
     wanted = min(wanted, math.isqrt(k))
     chosen = next(c for c in range(wanted, 0, -1) if k % c == 0)
     return k // chosen, chosen

@@ -185,7 +185,7 @@ class Convolution:
             into.add(contract(factors.left, factors.right, projection, self.bias, way))
             return
         # Projecting the inputs is a convolution with k_i random filters: the patches are never cut out.
-        filters = projection.columns.T.reshape(-1, *self.weight.shape[1:])
+        filters = projection.columns_t.view(-1, *self.weight.shape[1:])
         row = projection.bias if self.bias is not None else None
         right = convolve(self.module, self.input.to(delta.dtype), filters, row).flatten(2).transpose(1, 2)
         if way == "sketch":

@@ -31,6 +31,8 @@ class Projection:
 
     rows: Tensor
     columns: Tensor
+    columns_t: Tensor
+    """R_iᵀ, contiguous: as filters of a convolution, strides would choose a slow layout."""
     bias: Tensor
 
     @property
@@ -72,14 +74,15 @@ class Projections:
 
     def _draw(self, parameter: Tensor, dtype: torch.dtype, device: torch.device) -> Projection:
         name, _ = self._names[id(parameter)]
-        k_rows, k_columns = split_k(self.k, *matrix_shape(parameter.shape))
+        k_rows, k_columns = split_k(self.k, *matrix_shape(parameter.shape), convolution=parameter.dim() > 2)
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) ^ (self.seed & 0xFFFFFFFF))
         rows, columns = matrix_shape(parameter.shape)
         left = draw_side(rows, k_rows, generator)
         # One more column of the weight for its bias.
         right = draw_side(columns + 1, k_columns, generator)
         left, right = left.to(device, dtype), right.to(device, dtype)
-        return Projection(left, right[:-1].contiguous(), right[-1])
+        columns_t = right[:-1].T.contiguous()
+        return Projection(left, right[:-1].contiguous(), columns_t, right[-1])
 
     def bytes(self) -> int:
         return sum(p.rows.nbytes + p.columns.nbytes + p.bias.nbytes for p in self._drawn.values())
@@ -91,34 +94,27 @@ def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
 
 
 class SketchSum:
-    """Adds up one batch's sketches, layer by layer; layers with one position wait for one common product."""
+    """Adds up one batch's sketches, layer by layer, into b × k numbers that it owns."""
 
     def __init__(self, batch: int, projections: Projections) -> None:
         self.batch = batch
         self.projections = projections
-        self._left: list[Tensor] = []
-        self._right: list[Tensor] = []
         self._sum: Tensor | None = None
 
     def add_outer(self, left_bk: Tensor, right_bk: Tensor) -> None:
         """One outer product per example."""
-        left, right = _at_least_float(left_bk), _at_least_float(right_bk)
-        if self._right and self._right[0].shape[1] != right.shape[1]:
-            self.add(left[:, :, None] * right[:, None, :])
-            return
-        self._left.append(left)
-        self._right.append(right)
+        left, right = _at_least_float(left_bk)[:, :, None], _at_least_float(right_bk)[:, None, :]
+        if self._sum is None:
+            self._sum = (left * right).view(self.batch, -1)
+        else:
+            self._sum.view(self.batch, left.shape[1], -1).addcmul_(left, right)
 
     def add(self, sketch_bkk: Tensor) -> None:
         sketch = _at_least_float(sketch_bkk).reshape(self.batch, -1)
-        self._sum = sketch if self._sum is None else self._sum + sketch
+        self._sum = sketch if self._sum is None else self._sum.add_(sketch)
 
     def result(self, scale: float | Tensor) -> Tensor | None:
-        """The sketches (b × k) times ``scale``; None when nothing was added."""
-        if self._left:
-            left, right = torch.stack(self._left, 2), torch.stack(self._right, 1)
-            self.add(torch.bmm(left, right))
-            self._left, self._right = [], []
+        """The sketches times ``scale``; None when nothing was added."""
         return None if self._sum is None else self._sum * scale
 
 

@@ -17,12 +17,14 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from headrace.errors import ModelError
+from headrace.order.graph import WeightNode, attention_nodes
 from headrace.order.layers import Layout, Maker, NotPerExample, is_approximate, maker_for, own_parameters
 from headrace.order.pieces import Piece
 from headrace.order.sketch import SketchSum
@@ -51,6 +53,7 @@ class Watcher:
         model: nn.Module,
         *,
         collect: Callable[[Record, list[Piece]], None],
+        collect_linear: Callable[[Record, nn.Linear, Tensor, Tensor], None] | None,
         finish: Callable[[Record], None],
         next_indices: Callable[[], Tensor | None],
         batch_dim: int = 0,
@@ -58,6 +61,7 @@ class Watcher:
     ) -> None:
         self.model = model
         self.collect = collect
+        self.collect_linear = collect_linear
         self.finish = finish
         self.next_indices = next_indices
         self.batch_dim = batch_dim
@@ -167,6 +171,13 @@ class Watcher:
 
             if isinstance(module, nn.RNNBase):
                 return _join(fire, output)
+            if self.collect_linear is not None and _is_plain(module, args, first, record.layout.batch):
+                first.register_hook(partial(self._fire_linear, record, module, args[0]))
+                return None
+            nodes = attention_nodes(module, first, args, kwargs, record.layout.batch)
+            if nodes is not None:
+                self._tap_nodes(record, module, nodes)
+                return None
             first.register_hook(fire)
             return None
 
@@ -179,6 +190,29 @@ class Watcher:
             return tap(module, args, kwargs, output)
 
         return hook
+
+    def _fire_linear(self, record: Record, module: nn.Linear, x: Tensor, delta: Tensor) -> None:
+        if record.ready or self.collect_linear is None:
+            return
+        record.fired += 1
+        with torch.no_grad():
+            self.collect_linear(record, module, x, delta)
+        record.pending -= 1
+        if record.pending == 0:
+            self.complete(record)
+
+    def _tap_nodes(self, record: Record, module: nn.Module, nodes: list[WeightNode]) -> None:
+        """Hooks on the autograd nodes that use a layer's weights, where they could be found."""
+        record.pending += len(nodes) - 1
+        for node in nodes:
+
+            def fire(gradients: tuple[Tensor, ...], node: WeightNode = node) -> None:
+                def maker(_m: Any, _a: Any, _k: Any, deltas: list[Tensor | None], layout: Layout) -> list[Piece]:
+                    return node.pieces(deltas, layout.batch)
+
+                self._fire(record, module, maker, (), {}, list(gradients))
+
+            node.node.register_prehook(fire)
 
     _silent: frozenset[nn.Module] = frozenset()
 
@@ -238,6 +272,16 @@ class Watcher:
         self.left_out[name] = (why, count)
         self._silent = self._silent | {module}
         warnings.warn(f"order: {self.coverage()}", stacklevel=2)
+
+
+def _is_plain(module: nn.Module, args: Any, output: Tensor, batch: int) -> bool:
+    """A linear layer that is trained, on one vector per example, without autocast."""
+    if type(module) is not nn.Linear or not args or not module.weight.requires_grad:
+        return False
+    x: Tensor = args[0]
+    if x.dim() != 2 or x.shape[0] != batch or x.dtype != output.dtype:
+        return False
+    return module.bias is None or module.bias.requires_grad
 
 
 _RANDOM_STATES: dict[nn.Module, Tensor] = {}
