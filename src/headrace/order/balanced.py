@@ -287,7 +287,7 @@ class BalancedOrder:
                 "data that grows cannot be balanced in groups or by workers; make a new sampler"
             )
         order = self._order[self._order < n].cpu()
-        fresh = torch.arange(self.n, n)
+        fresh = torch.arange(min(self.n, n), n)
         places = torch.rand(len(order), generator=self._generator).sort().values
         new_places = torch.rand(len(fresh), generator=self._generator)
         merged = torch.argsort(torch.cat([places, new_places]))

@@ -114,7 +114,6 @@ class Learner:
         self._meter: DriftMeter | None = None
         self._waiting: Tensor | None = None
         self._pending_state: State | None = None
-        self._hinted = False
         self._chunk: list[tuple[Tensor, Tensor]] = []
         self._chunk_rows = 0
         self._grad_hooks: list[Any] = []
@@ -145,6 +144,7 @@ class Learner:
             next_indices=self._next_indices,
             batch_dim=batch_dim,
             tap_layers=self.options.signal != "microbatch",
+            check_output=self._check_reduction if self.options.reduction == "mean" and scaler is None else None,
         )
         if self.options.signal == "microbatch":
             self._tap_gradients([p for _, p in trained])
@@ -240,6 +240,14 @@ class Learner:
         if self.options.signal == "exact":
             rows = LongRows(record.pieces, self._places, batch, scale)
         self.learn(indices, rows, vectors)
+
+    def _check_reduction(self, delta: Tensor, batch: int) -> None:
+        if delta.device.type == "cpu" and sum_hint(delta, batch):
+            warnings.warn(
+                "order: the loss looks like a sum over the batch, not a mean; if it is, say reduction='sum', or a short "
+                "last batch weighs too little in the signs",
+                stacklevel=2,
+            )
 
     def _scale(self, batch: int) -> float | Tensor:
         """What undoes the mean over the batch and the loss scale of AMP."""
@@ -397,7 +405,7 @@ class Learner:
         self._waiting = None if waiting is None else waiting.to(self.signs.device)
 
 
-def sum_hint(output: Tensor, delta: Tensor, batch: int) -> bool:
+def sum_hint(delta: Tensor, batch: int) -> bool:
     """True when the gradient at a softmax's input looks like that of a *summed* cross-entropy.
 
     Its rows sum to zero and hold p − 1 at the label: at most 1/batch in size under a mean, up to 1 under a sum.

@@ -33,7 +33,7 @@ from headrace.order.sketch import SketchSum
 class Record:
     """One forward pass and what its backward pass told so far."""
 
-    __slots__ = ("fired", "indices", "layout", "pending", "pieces", "ready", "sketch")
+    __slots__ = ("fired", "indices", "layout", "pending", "pieces", "ready", "second", "sketch")
 
     def __init__(self, layout: Layout, indices: Tensor | None) -> None:
         self.layout = layout
@@ -43,6 +43,8 @@ class Record:
         self.ready = False
         self.pieces: list[Piece] = []
         self.sketch: SketchSum | None = None
+        self.second: int | None = None
+        """The second dimension of the model's input: the batch, if it is not the first."""
 
 
 class Watcher:
@@ -58,12 +60,14 @@ class Watcher:
         next_indices: Callable[[], Tensor | None],
         batch_dim: int = 0,
         tap_layers: bool = True,
+        check_output: Callable[[Tensor, int], None] | None = None,
     ) -> None:
         self.model = model
         self.collect = collect
         self.collect_linear = collect_linear
         self.finish = finish
         self.next_indices = next_indices
+        self.check_output = check_output
         self.batch_dim = batch_dim
         self.left_out: dict[str, tuple[str, int]] = {}
         """Layer or parameter → (why it is left out, how many parameters it has)."""
@@ -129,6 +133,10 @@ class Watcher:
         self._inside = True
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._inside and self.check_output is not None and isinstance(output, Tensor) and output.requires_grad:
+            check, self.check_output = self.check_output, None
+            batch = self._open.layout.batch if self._open is not None else 0
+            output.register_hook(lambda delta: check(delta, batch))
         self._inside = False
 
     def _in_backward(self) -> bool:
@@ -138,6 +146,7 @@ class Watcher:
         indices = self.next_indices()
         size = len(indices) if indices is not None else _batch_size(inputs, self.batch_dim)
         record = Record(Layout(size, self.batch_dim), indices)
+        record.second = next((x.shape[1] for x in _tensors(inputs) if x.dim() > 1), None)
         self._queue.append(record)
         return record
 
@@ -262,7 +271,11 @@ class Watcher:
     def _leave_out(self, module: nn.Module, why: str, inputs: Any, record: Record) -> None:
         name = self._names[module]
         for x in _tensors(inputs):
-            if x.dim() >= 2 and x.shape[0] != record.layout.batch == x.shape[1] and self.batch_dim == 0:
+            if self.batch_dim or x.dim() < 2 or x.shape[0] == record.layout.batch:
+                continue
+            # The last layer of the model, which fires first, surely has one row per example.
+            swapped = record.fired == 1 and x.shape[0] == record.second
+            if x.shape[1] == record.layout.batch or swapped:
                 raise ModelError(
                     f"the model's batch is not the first dimension: layer {name!r} got an input of shape "
                     f"{tuple(x.shape)} in a batch of {record.layout.batch} examples; "
