@@ -63,6 +63,8 @@ class Projections:
 
     def name(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
         for name, parameter in parameters:
+            # The same model wrapped for many processes or compiled must get the same projections.
+            name = name.replace("_orig_mod.", "").removeprefix("module.")
             self._names.setdefault(id(parameter), (name, parameter))
 
     def of(self, parameter: Tensor, like: Tensor) -> Projection:
