@@ -53,13 +53,23 @@ def steps(count: int = 4) -> list[tuple[Any, Ranges]]:
 
 
 def made(
-    folder: Path, pause: Any, *, slots: int = 2, threads: int = 2, plan: Any = None, **options: Any
+    folder: Path,
+    pause: Any,
+    *,
+    slots: int = 2,
+    threads: int = 2,
+    plan: Any = None,
+    start: bool = True,
+    **options: Any,
 ) -> Pipeline:
     source = open_source(folder)
     assert isinstance(source, Spanned)
     cook = SpanCook(source.stored(), source.spans(), block=250, direct=options.pop("direct", False))
     memory = [Slot(cook.lanes, 1000) for _ in range(slots)]
-    return Pipeline(cook, plan or steps(), memory, threads=threads, pause=pause, **options)
+    pipeline = Pipeline(cook, plan or steps(), memory, threads=threads, pause=pause, **options)
+    if start:
+        pipeline.start()
+    return pipeline
 
 
 def is_whole(columns: dict[str, torch.Tensor], ranges: Ranges) -> bool:
@@ -71,8 +81,9 @@ def is_whole(columns: dict[str, torch.Tensor], ranges: Ranges) -> bool:
 @pytest.mark.parametrize("direct", [False, True])
 @pytest.mark.parametrize("staged", [False, True])
 def test_all_buffers_come_whole_and_in_order(folder: Path, direct: bool, staged: bool) -> None:
-    pipeline = made(folder, lambda _: None, direct=direct, threads=4, plan=steps(9))
+    pipeline = made(folder, lambda _: None, direct=direct, threads=4, plan=steps(9), start=False)
     stage = DeviceStage(pipeline, torch.device("cpu")) if staged else pipeline
+    stage.start()
     for ranges, _ in steps(9):
         loaded = stage.take()
         assert loaded is not None
@@ -119,11 +130,13 @@ def test_a_held_buffer_does_not_change_however_far_the_readers_run(folder: Path)
 
 def test_a_host_slot_is_not_refilled_before_it_is_copied(folder: Path) -> None:
     sequencer = Sequencer("copied")
-    pipeline = made(folder, sequencer)
+    pipeline = made(folder, sequencer, start=False)
     stage = DeviceStage(pipeline, torch.device("cpu"), pause=sequencer)
+    stage.start()
     sequencer.until("copied", 1)
     sequencer.until("done", 4)
-    assert sequencer.arrived["read"] == 4, "the host slot was freed before its copy was complete"
+    assert sequencer.arrived["release"] == 0, "the host slot was freed before its copy was complete"
+    assert sequencer.arrived["read"] == 4
     sequencer.open("copied")
     for ranges, _ in steps():
         loaded = stage.take()
@@ -135,7 +148,8 @@ def test_a_host_slot_is_not_refilled_before_it_is_copied(folder: Path) -> None:
 
 def test_a_device_slot_is_not_overwritten_while_it_is_held(folder: Path) -> None:
     sequencer = Sequencer()
-    stage = DeviceStage(made(folder, sequencer), torch.device("cpu"), pause=sequencer)
+    stage = DeviceStage(made(folder, sequencer, start=False), torch.device("cpu"), pause=sequencer)
+    stage.start()
     first, second = stage.take(), stage.take()
     assert first is not None
     assert second is not None
@@ -153,8 +167,9 @@ def test_a_device_slot_is_not_overwritten_while_it_is_held(folder: Path) -> None
 def test_closing_ends_every_thread_wherever_it_is(folder: Path, closing: str) -> None:
     before = threading.active_count()
     sequencer = Sequencer(closing)
-    pipeline = made(folder, sequencer)
+    pipeline = made(folder, sequencer, start=False)
     stage = DeviceStage(pipeline, torch.device("cpu"), pause=sequencer)
+    stage.start()
     sequencer.until(closing, 1)
     opener = threading.Timer(0.05, sequencer.open, [closing])
     opener.start()
@@ -171,8 +186,10 @@ def test_a_file_that_changes_during_the_run_is_named(folder: Path) -> None:
     assert first is not None
     with (folder / "x.npy").open("rb+") as file:
         file.truncate(128 + 64 * 4 * 3800)
+    pipeline.release(first)
     with pytest.raises(DataError, match=r"x\.npy had .* bytes when it was opened"):
-        pipeline.release(first)
+        pipeline.take()
+    assert pipeline.take() is None
     pipeline.close()
 
 
@@ -213,6 +230,7 @@ def test_other_exceptions_in_a_reader_come_to_the_consumer(folder: Path) -> None
             raise ZeroDivisionError("no")
 
     ahead = ReadAhead(Broken(), steps(), torch.device("cpu"))
+    ahead.start()
     with pytest.raises(
         WorkerError, match="1000 rows of a broken source, the first of them row 0, failed: Zero"
     ):

@@ -7,7 +7,6 @@ three lie in memory: the one in use, the one that waits, and the one being read.
 from __future__ import annotations
 
 import queue
-import threading
 import time
 from collections.abc import Iterable
 from typing import Any
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from headrace.buffer.passes import Ranges, row_numbers
 from headrace.buffer.pipeline import Failure, Loaded, OnError
+from headrace.buffer.worker import Worker
 from headrace.errors import HeadraceError, WorkerError
 from headrace.types import Columns, Rows, Source
 
@@ -34,17 +34,21 @@ class ReadAhead:
         on_error: OnError = "raise",
     ) -> None:
         self._source, self._plan, self._device, self._on_error = source, iter(plan), device, on_error
-        self._permits = threading.Semaphore(1)
+        self._permits: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._permits.put(None)
         self._ready: queue.SimpleQueue[Loaded | BaseException | None] = queue.SimpleQueue()
         self._closed = False
         self._ended = False
-        self._thread = threading.Thread(target=self._read_all, name="headrace-reader", daemon=True)
+        self._thread = Worker("reader", self._read_all)
+
+    def start(self) -> None:
+        """Start the reader. Whoever calls this holds the object, and closes it whatever happens."""
         self._thread.start()
 
     def _read_all(self) -> None:
         try:
             for key, ranges in self._plan:
-                self._permits.acquire()
+                self._permits.get()
                 if self._closed:
                     return
                 self._ready.put(self._read(key, ranges))
@@ -82,7 +86,7 @@ class ReadAhead:
         if loaded is None:
             self._ended = True
             return None
-        self._permits.release()
+        self._permits.put(None)
         if self._device.type != "cpu":
             for name, values in loaded.columns.items():
                 loaded.columns[name] = values.to(self._device)
@@ -94,9 +98,8 @@ class ReadAhead:
     def close(self) -> None:
         """End the thread, after the read that it is in."""
         self._closed = self._ended = True
-        self._permits.release()
-        if self._thread is not threading.current_thread():
-            self._thread.join()
+        self._permits.put(None)
+        self._thread.end()
 
 
 def as_rows(numbers: np.ndarray[Any, Any]) -> Rows:

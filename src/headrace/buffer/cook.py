@@ -1,8 +1,9 @@
 """How the columns of a source get into slots: wide ones as ranges of files, narrow ones by rows from their
 map.
 
-A column whose block is smaller than `NARROW_BYTES` would cost one tiny read for every block, as labels do;
-it is gathered from its memory map instead, in one go.
+A column whose block is smaller than `NARROW_BYTES`, as labels are, is read through the page cache, which
+turns its tiny reads into few large ones. Where blocks are of a few rows only, it is gathered by rows from
+its memory map.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from headrace.buffer.direct import FileReader
+from headrace.buffer.direct import FileReader, check_sizes
 from headrace.buffer.passes import Ranges, row_numbers
 from headrace.buffer.pipeline import Failure, Recipe, Work
 from headrace.buffer.reads import JOB_BYTES, Piece, phase, pieces
@@ -22,6 +23,8 @@ from headrace.types import Columns, Span
 
 NARROW_BYTES = 16 << 10
 """Below this a read costs more than it brings; a guess between a page and a disk's best size."""
+FEW_ROWS = 16
+"""In blocks of fewer rows, a read for each block costs more than touching the map; a guess."""
 
 
 class SpanCook:
@@ -37,16 +40,19 @@ class SpanCook:
     ) -> None:
         self.stored = stored
         self.lanes = tuple(Lane(name, t.dtype, tuple(t.shape[1:])) for name, t in stored.items())
+        self.wide = {lane.name for lane in self.lanes if block == 0 or lane.row_bytes * block >= NARROW_BYTES}
         self.spans = {
             lane.name: spans[lane.name]
             for lane in self.lanes
-            if lane.name in spans and (block == 0 or lane.row_bytes * block >= NARROW_BYTES)
+            if lane.name in spans
+            and (lane.name in self.wide or block == 0 or block >= FEW_ROWS or stored[lane.name].is_meta)
         }
+        self._all_spans = spans
         self.files = FileReader(direct=direct)
 
     def recipe(self, key: Any, ranges: Ranges, slot: Slot) -> Recipe:
         """The jobs that bring the rows of ``ranges`` into ``slot``."""
-        self.files.check_sizes(self.spans)
+        check_sizes(self._all_spans)
         rows = int((ranges[:, 1] - ranges[:, 0]).sum())
         leads = dict.fromkeys(self.stored, 0)
         jobs: list[Work] = []
@@ -74,10 +80,11 @@ class SpanCook:
             address = slot.address(lane.name)
             view = memoryview(slot.memory[lane.name])
             failures: list[Failure] = []
+            direct = lane.name in self.wide
             for piece in batch:
                 at = lead + piece.dest
                 try:
-                    self.files.read(piece, view[at : at + piece.length], address + at)
+                    self.files.read(piece, view[at : at + piece.length], address + at, direct=direct)
                 except (DataError, OSError) as error:
                     failures.append(failed(piece, lane.row_bytes, error))
             return failures

@@ -30,12 +30,12 @@ class FileReader:
         self._lock = threading.Lock()
         self._local = threading.local()
 
-    def read(self, piece: Piece, into: memoryview, address: int) -> None:
+    def read(self, piece: Piece, into: memoryview, address: int, *, direct: bool = True) -> None:
         """Fill ``into`` (whose first byte is at ``address``) with the piece's bytes."""
         if piece.span.filesystem is not None:
             read_remote(piece, into)
             return
-        done = self._read_direct(piece, into, address) if self.direct else 0
+        done = self._read_direct(piece, into, address) if self.direct and direct else 0
         if done < piece.length:
             self._read_cached(piece, into, done)
 
@@ -98,23 +98,8 @@ class FileReader:
                         self.fell_back = True
                         return None
                     raise DataError(f"{span.path} could not be opened: {error.strerror}") from error
-                self._check_size(span, self._files[key])
+                check_size(span, os.fstat(self._files[key]).st_size)
             return self._files[key]
-
-    def _check_size(self, span: Span, file: int) -> None:
-        now = os.fstat(file).st_size
-        if now != span.file_bytes:
-            raise DataError(
-                f"{span.path} had {span.file_bytes} bytes when it was opened and has {now} now; "
-                "somebody writes to it. Train on a copy, or open it when it is finished"
-            )
-
-    def check_sizes(self, spans: dict[str, tuple[Span, ...]]) -> None:
-        """Raise when a file that is open has another size than at the start."""
-        by_path = {span.path: span for column in spans.values() for span in column}
-        with self._lock:
-            for (path, _), file in self._files.items():
-                self._check_size(by_path[path], file)
 
     def _bounce(self, size: int) -> tuple[memoryview, np.ndarray[Any, Any]]:
         """This thread's aligned scratch memory."""
@@ -129,6 +114,26 @@ class FileReader:
             for file in self._files.values():
                 os.close(file)
             self._files.clear()
+
+
+def check_size(span: Span, now: int) -> None:
+    """Raise when a file has another size than it had when it was opened."""
+    if now != span.file_bytes:
+        raise DataError(
+            f"{span.path} had {span.file_bytes} bytes when it was opened and has {now} now; "
+            "somebody writes to it. Train on a copy, or open it when it is finished"
+        )
+
+
+def check_sizes(spans: dict[str, tuple[Span, ...]]) -> None:
+    """Look at the sizes of all local files; done for every buffer, so that a change is found within one."""
+    for path, span in {
+        s.path: s for column in spans.values() for s in column if s.filesystem is None
+    }.items():
+        try:
+            check_size(span, os.stat(path).st_size)  # noqa: PTH116
+        except OSError as error:
+            raise DataError(f"{path} is gone: {error.strerror}") from error
 
 
 def read_remote(piece: Piece, into: memoryview) -> None:

@@ -1,33 +1,33 @@
 """Disk → host slots, in the background: reader threads fill what the ring allows, the consumer takes what is
 full.
 
-Threads: ``threads`` readers take jobs from one queue and wait on nothing else; whoever frees a slot hands
-out the next buffer's jobs, so there is no scheduler and no polling. `close` ends all threads and closes all
-files, also in the middle of a buffer; readers in a system call finish it first.
+Threads: ``threads`` readers do jobs; one manager owns the ring, hears what was done and released, and hands
+out jobs. They speak through queues alone, and nobody polls. `close` ends all of them and closes all files,
+also in the middle of a buffer; a reader in a system call finishes it first.
 
-Memory: ``slots`` slots and one bounce buffer of 4 MB for each reader.
+Memory: the slots, and one bounce buffer of 4 MB for each reader.
 
-``pause`` is called by the threads at named points, with no lock held. Tests put a sequencer there to force
-interleavings; otherwise it does nothing.
+``pause`` is called by the threads at named points. Tests put a sequencer there to force interleavings;
+otherwise it does nothing.
 """
 
 from __future__ import annotations
 
 import queue
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeAlias
 
 from headrace.buffer.passes import Ranges
 from headrace.buffer.ring import Fill, Ring
 from headrace.buffer.slots import Lane, Slot
+from headrace.buffer.worker import Worker
 from headrace.errors import WorkerError
 from headrace.types import Columns
 
 Pause = Callable[[str], None]
-Failure = tuple[int, int, Exception]
+Failure: TypeAlias = "tuple[int, int, Exception]"
 """The first and the last position that could not be filled, and why."""
 Work = Callable[[Slot], list[Failure]]
 OnError = Literal["raise", "skip"]
@@ -40,7 +40,7 @@ class Recipe:
     key: Any
     rows: int
     jobs: tuple[Work, ...]
-    """What readers do for it, in any order and at the same time."""
+    """What readers do for it, in any order and at the same time; at least one."""
     leads: dict[str, int]
     """Bytes into each column's memory at which the rows begin."""
 
@@ -57,7 +57,7 @@ class Cook(Protocol):
 
 @dataclass(frozen=True)
 class Loaded:
-    """A full buffer in host memory; valid until it is released."""
+    """A full buffer; valid until it is released."""
 
     key: Any
     rows: int
@@ -69,6 +69,14 @@ class Loaded:
     failures: tuple[Exception, ...]
     fill: Any
     """What `release` needs; nobody else's business."""
+
+
+@dataclass(frozen=True)
+class Done:
+    """A reader's word to the manager: one job is done."""
+
+    fill: Fill
+    failures: list[Failure]
 
 
 def nothing(point: str) -> None:
@@ -89,125 +97,142 @@ class Pipeline:
         pause: Pause = nothing,
     ) -> None:
         self._cook = cook
-        self._plan: Iterator[tuple[Any, Ranges]] = iter(plan)
+        self._plan: Iterator[tuple[Any, Ranges]] | None = iter(plan)
         self.slots = slots
         self._on_error = on_error
         self._pause = pause
         self._ring = Ring(len(slots))
         self._recipes: dict[int, Recipe] = {}
-        self._jobs: queue.SimpleQueue[tuple[Fill, Work] | None] = queue.SimpleQueue()
-        self._changed = threading.Condition()
-        self._ended = False
+        self._error: Exception | None = None
         self._closed = False
-        self._threads = [
-            threading.Thread(target=self._read, name=f"headrace-reader-{k}", daemon=True)
-            for k in range(threads)
-        ]
-        for thread in self._threads:
-            thread.start()
-        try:
-            self._hand_out()
-        except BaseException:
-            self.close()
-            raise
+        self._jobs: queue.SimpleQueue[tuple[Fill, Recipe, Work] | None] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[Done | Fill | None] = queue.SimpleQueue()
+        self._ready: queue.SimpleQueue[Loaded | Exception | None] = queue.SimpleQueue()
+        self._workers = [Worker(f"reader-{k}", self._read) for k in range(threads)]
+        self._workers.append(Worker("manager", self._manage))
+
+    def start(self) -> None:
+        """Start the threads. Whoever calls this holds the pipeline already, and closes it whatever
+        happens."""
+        for worker in self._workers:
+            worker.start()
 
     # ------------------------------------------------------------------ readers
 
     def _read(self) -> None:
         while (item := self._jobs.get()) is not None:
-            fill, job = item
-            if not self._closed:
-                self._do(fill, job)
+            fill, recipe, job = item
+            if self._closed:
+                continue
+            self._pause("read")
+            try:
+                failures = job(self.slots[fill.slot])
+            except Exception as error:
+                failures = [(0, recipe.rows, error)]
+            self._pause("done")
+            self._events.put(Done(fill, failures))
 
-    def _do(self, fill: Fill, job: Work) -> None:
-        self._pause("read")
-        try:
-            failures = job(self.slots[fill.slot])
-        except Exception as error:
-            failures = [(0, self._recipes[fill.slot].rows, error)]
-        self._pause("done")
-        with self._changed:
-            for first, last, failure in failures:
-                fill.bad.append((first, last))
-                fill.failures.append(failure)
-            # Publish after filling: the count falls only when the bytes are there.
-            if self._ring.job_done(fill, time.perf_counter()):
-                self._changed.notify_all()
+    # ------------------------------------------------------------------ the manager
+
+    def _manage(self) -> None:
+        self._hand_out()
+        while (event := self._events.get()) is not None and not self._closed:
+            if isinstance(event, Done):
+                self._job_done(event)
+            else:
+                self._ring.release(event)
+            self._hand_out()
+        self._ready.put(None)
 
     def _hand_out(self) -> None:
-        """Give every free slot the next buffer's jobs."""
-        while not self._closed:
-            with self._changed:
-                if self._ended or not self._ring.free:
-                    return
+        """Give every free slot the next buffer's jobs; say so when there is no next and all are out."""
+        while self._plan is not None and self._ring.free:
+            try:
                 step = next(self._plan, None)
                 if step is None:
-                    self._ended = True
-                    self._changed.notify_all()
-                    return
+                    self._plan = None
+                    break
                 slot = self._ring.free[0]
                 recipe = self._cook.recipe(step[0], step[1], self.slots[slot])
-                fill = self._ring.begin(recipe.key, len(recipe.jobs), time.perf_counter())
-                assert fill is not None
-                self._recipes[slot] = recipe
-                if not recipe.jobs:
-                    self._changed.notify_all()
+            except Exception as error:
+                self._error, self._plan = error, None
+                break
+            fill = self._ring.begin(recipe.key, len(recipe.jobs), time.perf_counter())
+            assert fill is not None
+            self._recipes[slot] = recipe
             for job in recipe.jobs:
-                self._jobs.put((fill, job))
+                self._jobs.put((fill, recipe, job))
+        if self._plan is None and not self._ring.begun:
+            self._ready.put(self._error)
+
+    def _job_done(self, done: Done) -> None:
+        fill = done.fill
+        for first, last, failure in done.failures:
+            fill.bad.append((first, last))
+            fill.failures.append(failure)
+        # Publish after filling: the buffer goes out only when its last job has come back.
+        if self._ring.job_done(fill, time.perf_counter()):
+            while (full := self._ring.take()) is not None:
+                self._ready.put(self._loaded(full))
+
+    def _loaded(self, fill: Fill) -> Loaded | Exception:
+        if fill.failures and self._on_error == "raise":
+            return in_our_words(fill.failures[0])
+        recipe = self._recipes[fill.slot]
+        return Loaded(
+            key=recipe.key,
+            rows=recipe.rows,
+            columns=self.slots[fill.slot].tensors(recipe.rows, recipe.leads),
+            load_s=fill.ended_s - fill.began_s,
+            bad=tuple(sorted(set(fill.bad))),
+            failures=tuple(fill.failures),
+            fill=fill,
+        )
 
     # ------------------------------------------------------------------ the consumer
 
     def take(self) -> Loaded | None:
         """The next buffer, waiting until it is full; None when the plan has come to its end."""
         self._pause("take")
-        with self._changed:
-            while (fill := self._ring.take()) is None:
-                if self._closed or (self._ended and not self._ring.begun):
-                    return None
-                self._changed.wait()
-            recipe = self._recipes[fill.slot]
-        if fill.failures and self._on_error == "raise":
-            self._fail(fill)
-        columns = self.slots[fill.slot].tensors(recipe.rows, recipe.leads)
-        return Loaded(
-            recipe.key, recipe.rows, columns, fill.ended_s - fill.began_s, tuple(sorted(set(fill.bad))),
-            tuple(fill.failures), fill,
-        )  # fmt: skip
-
-    def _fail(self, fill: Fill) -> None:
-        first = fill.failures[0]
-        if type(first).__module__.startswith("headrace."):
-            raise first
-        raise WorkerError(f"a reader failed on a buffer: {type(first).__name__}: {first}") from first
+        item = self._ready.get()
+        if item is None or isinstance(item, Exception):
+            self._ready.put(None)  # whoever asks again hears the same
+        if isinstance(item, Exception):
+            raise item
+        return item
 
     def release(self, loaded: Loaded) -> None:
         """The consumer has used the buffer up: its slot is filled anew."""
         self._pause("release")
-        with self._changed:
-            self._ring.release(loaded.fill)
-        self._hand_out()
+        self._events.put(loaded.fill)
 
     def is_full(self) -> bool:
         """Whether a buffer could be taken without waiting."""
-        with self._changed:
-            return bool(self._ring.begun) and self._ring.begun[0].jobs == 0
+        return not self._ready.empty()
 
     def stop(self) -> None:
         """Take no more work; whoever waits is woken and gets None."""
-        with self._changed:
-            if self._closed:
-                return
-            self._closed = True
-            self._changed.notify_all()
-        for _ in self._threads:
+        self._closed = True
+        self._events.put(None)
+        for _ in self._workers:
             self._jobs.put(None)
+        self._ready.put(None)
 
     def close(self) -> None:
-        """End the threads, close the files, give the memory back. May be called again."""
+        """End the threads, close the files, give the memory back. May be called again, also after an
+        interrupt."""
         self.stop()
-        for thread in self._threads:
-            if thread is not threading.current_thread() and thread.ident is not None:
-                thread.join()
+        for worker in self._workers:
+            worker.end()
         self._cook.close()
         for slot in self.slots:
             slot.close()
+
+
+def in_our_words(error: Exception) -> Exception:
+    """The error for the consumer: ours as they are, others with what was being done."""
+    if type(error).__module__.startswith("headrace."):
+        return error
+    told = WorkerError(f"a reader failed on a buffer: {type(error).__name__}: {error}")
+    told.__cause__ = error
+    return told

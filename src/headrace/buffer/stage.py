@@ -12,13 +12,13 @@ Without CUDA the same code copies from memory to memory, which is how it is test
 from __future__ import annotations
 
 import queue
-import threading
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from headrace.buffer.pipeline import Loaded, Pause, Pipeline, nothing
+from headrace.buffer.worker import Worker
 from headrace.types import Columns
 
 
@@ -46,7 +46,12 @@ class DeviceStage:
         self.slots = [self._make_slot(k) for k in range(slots)]
         for slot in self.slots:
             self._free.put((slot, None))
-        self._thread = threading.Thread(target=self._copy_all, name="headrace-copier", daemon=True)
+        self._thread = Worker("copier", self._copy_all)
+
+    def start(self) -> None:
+        """Start the readers and the copier. Whoever calls this holds the stage, and closes it whatever
+        happens."""
+        self.pipeline.start()
         self._thread.start()
 
     @property
@@ -120,7 +125,6 @@ class DeviceStage:
         # The copier may wait for a host slot: closing the pipeline wakes it. It may be copying: then the
         # memory must stay until it is done, so the pipeline's slots go only after the thread has ended.
         self.pipeline.stop()
-        if self._thread is not threading.current_thread():
-            self._thread.join()
+        self._thread.end()
         self.pipeline.close()
         self.slots = []

@@ -101,6 +101,8 @@ class ResidentFeed:
 class Stage(Protocol):
     """Whatever has full buffers."""
 
+    def start(self) -> None: ...
+
     def take(self) -> Loaded | None: ...
 
     def release(self, loaded: Loaded) -> None: ...
@@ -147,9 +149,9 @@ class BufferedFeed:
     # ------------------------------------------------------------------ passes
 
     def open(self, pass_index: int, first: int) -> Generator[Filled]:
-        stage = self._stage_at(pass_index, first)
         whole = False
         try:
+            stage = self._stage_at(pass_index, first)
             for index in range(first, self.shape.buffers):
                 loaded = stage.take()
                 assert loaded is not None, "the plan ended before the pass did"
@@ -167,8 +169,10 @@ class BufferedFeed:
         """The readers, already at work on this buffer if all went in turn."""
         if self._stage is None or self._next != (pass_index, first):
             self.close()
+            # Held before it starts: an interrupt at any moment finds it here and closes it.
             self._stage = self._make_stage(pass_index, first)
             self._finalizer = weakref.finalize(self, self._stage.close)
+            self._stage.start()
         return self._stage
 
     @property
@@ -237,11 +241,11 @@ class BufferedFeed:
 
     def close(self) -> None:
         """End the readers and give their memory back."""
-        stage, self._stage, self._next = self._stage, None, None
+        if self._stage is not None:
+            self._stage.close()
         if self._finalizer is not None:
             self._finalizer.detach()
-        if stage is not None:
-            stage.close()
+        self._stage, self._finalizer, self._next = None, None, None
 
 
 def buffer_plan(
