@@ -6,8 +6,8 @@
 
 Every model is trained on random data, batch 64, SGD with momentum, by loops that differ in the sampler alone: a
 `BatchSampler` over the sampler picks rows of tensors in memory. Blocks of steps alternate between the contestants; a
-contestant's figure is the median of its blocks' CPU time, so that other programs on the machine disturb little. A ratio of 1.00
-would be free.
+contestant's figure is the median of its blocks' CPU time, so that other programs on the machine disturb
+little. A ratio of 1.00 would be free.
 
 TABLE
 """
@@ -15,6 +15,7 @@ TABLE
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -47,7 +48,7 @@ class SmallTransformer(nn.Module):
 
 def mlp(*widths: int) -> nn.Module:
     layers: list[nn.Module] = []
-    for a, b in zip(widths, widths[1:], strict=False):
+    for a, b in itertools.pairwise(widths):
         layers += [nn.Linear(a, b), nn.ReLU()]
     return nn.Sequential(*layers[:-1])
 
@@ -107,7 +108,9 @@ class Contestant:
 def compare(name: str, signals: list[str], kinds: list[str], seconds: float, k: int) -> None:
     make, inputs, classes = MODELS[name]
     x = inputs()
-    contestants: dict[str, Contestant] = {"shuffled": Contestant(make, x, classes, RandomSampler(range(ROWS)))}
+    contestants: dict[str, Contestant] = {
+        "shuffled": Contestant(make, x, classes, RandomSampler(range(ROWS)))
+    }
     contestants["shuffled again"] = Contestant(make, x, classes, RandomSampler(range(ROWS)))
     for signal in signals:
         for kind in kinds:
@@ -123,7 +126,9 @@ def compare(name: str, signals: list[str], kinds: list[str], seconds: float, k: 
     base = statistics.median(contestants["shuffled"].times)
     for label, contestant in contestants.items():
         own = statistics.median(contestant.times)
-        print(f"{name:12} {label:18} {1e3 * own:8.3f} ms/step   {own / base:5.2f}x   ({len(contestant.times)} blocks)")
+        print(
+            f"{name:12} {label:18} {1e3 * own:8.3f} ms/step   {own / base:5.2f}x   ({len(contestant.times)} blocks)"
+        )
 
 
 def main() -> None:

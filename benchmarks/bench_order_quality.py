@@ -50,7 +50,9 @@ def example_gradients(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return torch.cat([g.flatten(1) for g in found.values()], 1)
 
 
-def rounds_of(order: BalancedOrder, model: nn.Module, x: Tensor, y: Tensor, rounds: int, batch: int = 64) -> Tensor:
+def rounds_of(
+    order: BalancedOrder, model: nn.Module, x: Tensor, y: Tensor, rounds: int, batch: int = 64
+) -> Tensor:
     """The order after so many rounds of watching the frozen model."""
     order.watch(model)
     for _ in range(rounds):

@@ -2,8 +2,8 @@
 
     python benchmarks/bench_order_training.py [--seeds 10] [--epochs 15] [--batch 1] [--lr 0.01]
 
-An MLP 64-64-10 on scikit-learn's digits, constant step size, one example per step by default: there the order's noise is
-largest. Both runs of a seed begin with the same weights and the same first order. The test is one-sided and paired over
+An MLP 64-64-10 on scikit-learn's digits, constant step size, one example per step by default: there the order's noise
+is largest. Both runs of a seed begin with the same weights and the same first order. The test is one-sided and paired over
 seeds. With --batch 64 nothing is left to gain; that is shown, not hidden.
 
 TABLE
@@ -55,7 +55,10 @@ def main() -> None:
     for seed in range(options.seeds):
         for kind, values in found.items():
             values.append(run(kind, seed, third, options.batch, options.lr)[-1])
-        print(f"seed {seed}: " + "  ".join(f"{kind} {values[-1]:.5f}" for kind, values in found.items()), flush=True)
+        print(
+            f"seed {seed}: " + "  ".join(f"{kind} {values[-1]:.5f}" for kind, values in found.items()),
+            flush=True,
+        )
     means = {kind: sum(values) / len(values) for kind, values in found.items()}
     p = ttest_rel(found["pair"], found["shuffled"], alternative="less").pvalue
     print(

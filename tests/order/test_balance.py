@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from order_oracle import NaiveMean, NaivePair, naive_drift, naive_reorder
 from torch import Tensor
 
 from headrace.errors import OptionError
@@ -16,8 +17,6 @@ from headrace.order.balance import Rule, drift, reorder, reorder_tree, walk, wal
 from headrace.order.balancers import MeanBalancer, PairBalancer, TreeBalancer, VectorRows
 from headrace.order.drift import DriftMeter, fails_to_fall
 from headrace.order.herding import greedy_order, herding_order
-
-from order_oracle import NaiveMean, NaivePair, naive_drift, naive_reorder
 
 sizes = st.integers(1, 40)
 seeds = st.integers(0, 2**20)
@@ -82,7 +81,9 @@ def test_a_tie_gives_minus() -> None:
     assert walk_vectors(torch.ones(1, 2), torch.zeros(2)).tolist() == [-1.0]
 
 
-def run_epochs(balancer: PairBalancer | MeanBalancer, vectors: Tensor, batch: int, epochs: int) -> list[list[int]]:
+def run_epochs(
+    balancer: PairBalancer | MeanBalancer, vectors: Tensor, batch: int, epochs: int
+) -> list[list[int]]:
     """Orders of a balancer that sees the same vectors in every epoch."""
     orders = [torch.arange(len(vectors))]
     for _ in range(epochs):
@@ -112,14 +113,18 @@ def run_naive(walk: NaivePair | NaiveMean, vectors: Tensor, epochs: int) -> list
 @settings(max_examples=60, deadline=None)
 def test_pairs_across_batches_are_the_naive_ones(n: int, batch: int, seed: int) -> None:
     vectors = cloud(n, 4, seed)
-    assert run_epochs(PairBalancer(4, dtype=torch.float64), vectors, batch, 3) == run_naive(NaivePair(4), vectors, 3)
+    assert run_epochs(PairBalancer(4, dtype=torch.float64), vectors, batch, 3) == run_naive(
+        NaivePair(4), vectors, 3
+    )
 
 
 @given(sizes, st.integers(1, 9), seeds)
 @settings(max_examples=60, deadline=None)
 def test_means_are_the_naive_ones(n: int, batch: int, seed: int) -> None:
     vectors = cloud(n, 4, seed)
-    assert run_epochs(MeanBalancer(4, dtype=torch.float64), vectors, batch, 4) == run_naive(NaiveMean(4), vectors, 4)
+    assert run_epochs(MeanBalancer(4, dtype=torch.float64), vectors, batch, 4) == run_naive(
+        NaiveMean(4), vectors, 4
+    )
 
 
 # Planted bugs: each is a mistake found in published code, and each must be caught by the theorem or the oracle.
@@ -150,8 +155,13 @@ def bound_holds(
         if by_position:
             signs = signs[order]
         right = float(centred.norm(dim=1).max()) * n**0.5
-        signed = signed_bound(centred[order], walk(torch.zeros(n, dtype=torch.float64), centred[order] @ centred[order].T))
-        if signed > right + 1e-9 or drift(vectors, make_order(order, signs)) > (drift(vectors, order) + signed) / 2 + 1e-9:
+        signed = signed_bound(
+            centred[order], walk(torch.zeros(n, dtype=torch.float64), centred[order] @ centred[order].T)
+        )
+        if (
+            signed > right + 1e-9
+            or drift(vectors, make_order(order, signs)) > (drift(vectors, order) + signed) / 2 + 1e-9
+        ):
             return False
     return True
 

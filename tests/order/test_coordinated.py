@@ -24,7 +24,9 @@ from headrace.order.coordinated import shard
 
 @given(st.integers(1, 50), st.integers(1, 9), st.booleans())
 @settings(max_examples=60, deadline=None)
-def test_shards_are_as_long_as_those_of_the_distributed_sampler(n: int, workers: int, drop_last: bool) -> None:
+def test_shards_are_as_long_as_those_of_the_distributed_sampler(
+    n: int, workers: int, drop_last: bool
+) -> None:
     if drop_last and n < workers:
         return
     dealt = shard(torch.randperm(n), workers, drop_last)

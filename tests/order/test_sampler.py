@@ -32,7 +32,9 @@ def model(seed: int = 0) -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
 
 
-def train(loader: Any, net: nn.Module, optimizer: torch.optim.Optimizer, stop: int | None = None) -> list[int]:
+def train(
+    loader: Any, net: nn.Module, optimizer: torch.optim.Optimizer, stop: int | None = None
+) -> list[int]:
     """One epoch (or its first ``stop`` batches); returns the rows in the order of use."""
     rows: list[int] = []
     for number, (x, y, index) in enumerate(loader):
@@ -45,7 +47,9 @@ def train(loader: Any, net: nn.Module, optimizer: torch.optim.Optimizer, stop: i
     return rows
 
 
-def setup(n: int = N, batch: int = 4, **options: Any) -> tuple[BalancedSampler, DataLoader[Any], nn.Module, Any]:
+def setup(
+    n: int = N, batch: int = 4, **options: Any
+) -> tuple[BalancedSampler, DataLoader[Any], nn.Module, Any]:
     set_ = data(n)
     sampler = BalancedSampler(n, fallback=False, **options)
     loader: DataLoader[Any] = DataLoader(set_, batch_size=batch, sampler=sampler)
@@ -190,7 +194,7 @@ def test_prefetched_epochs_keep_signs_with_their_rows() -> None:
     third = list(ahead)
     assert third == list(plain) != first
     use(net, second)
-    assert sorted(list(ahead)) == list(range(16))
+    assert sorted(ahead) == list(range(16))
 
 
 def test_data_that_grows_and_shrinks() -> None:
@@ -249,7 +253,9 @@ def test_amp_scaling_accumulation_and_compiled_models_change_no_sign() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     assert torch.equal(signs_after(net, x, y, scaler=scaler), plain)
     assert torch.equal(signs_after(net, x, y, divide=4.0), plain)
-    assert torch.equal(signs_after(net, x, y, signal="exact"), signs_after(net.double(), x.double(), y, signal="exact"))
+    assert torch.equal(
+        signs_after(net, x, y, signal="exact"), signs_after(net.double(), x.double(), y, signal="exact")
+    )
     rough = signs_after(net.float(), x, y, autocast=True)
     assert int((rough != 0).sum()) == 16
 
@@ -387,7 +393,7 @@ def test_it_goes_back_to_shuffling_when_the_drift_does_not_fall() -> None:
                 break
         sampler.end_epoch()
     before = list(sampler)
-    assert sorted(before) == list(range(64)) == sorted(list(sampler))
+    assert sorted(before) == list(range(64)) == sorted(sampler)
 
 
 # Wrong use
@@ -401,7 +407,7 @@ def test_never_watched() -> None:
 
 
 def test_watched_too_late() -> None:
-    sampler, loader, net, optimizer = setup()
+    sampler, loader, net, _ = setup()
     for number, (x, y, _) in enumerate(loader):
         F.cross_entropy(net(x), y).backward()
         if number == 2:

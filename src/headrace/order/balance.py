@@ -64,10 +64,11 @@ def walk(products: Tensor, gram: Tensor, bar: Tensor | None = None) -> Tensor:
 
 
 def _walk_on_host(products: Tensor, gram: Tensor, bar: Tensor | None) -> Tensor:
-    signs = numpy.empty(len(products), dtype=products.detach().numpy().dtype)
+    running: Array = products.detach().numpy().copy()
+    chosen: Array = numpy.empty(len(running), dtype=running.dtype)
     bars = None if bar is None else bar.tolist()
-    _walk_rows(products.detach().numpy().copy(), gram.detach().numpy(), bars, signs)
-    return torch.from_numpy(signs)
+    _walk_rows(running, gram.detach().numpy(), bars, chosen)
+    return torch.from_numpy(chosen)
 
 
 def _walk_rows(running: Array, gram: Array, bars: list[float] | None, signs: Array) -> None:
@@ -91,10 +92,10 @@ def walk_vectors(vectors_bk: Tensor, running_k: Tensor, bar: Tensor | None = Non
         running_k.addmv_(vectors_bk.T, signs)
         return signs
     vectors, running = vectors_bk.detach().numpy(), running_k.detach().numpy()
-    signs = numpy.empty(len(vectors), dtype=vectors.dtype)
+    chosen: Array = numpy.empty(len(vectors), dtype=vectors.dtype)
     bars = None if bar is None else bar.tolist()
     for start in range(0, len(vectors), BLOCK):
-        block, here = vectors[start : start + BLOCK], signs[start : start + BLOCK]
+        block, here = vectors[start : start + BLOCK], chosen[start : start + BLOCK]
         stretch = None if bars is None else bars[start : start + BLOCK]
         products = block @ running
         if not numpy.isfinite(products).all():
@@ -103,7 +104,7 @@ def walk_vectors(vectors_bk: Tensor, running_k: Tensor, bar: Tensor | None = Non
             continue
         _walk_rows(products, block @ block.T, stretch, here)
         running += here @ block
-    return torch.from_numpy(signs)
+    return torch.from_numpy(chosen)
 
 
 def walk_in_torch(products: Tensor, gram: Tensor, bar: Tensor | None = None) -> Tensor:

@@ -51,7 +51,10 @@ def attention_nodes(
     if inputs[0].shape[0 if module.batch_first else 1] != batch:
         return None
     out = module.out_proj
-    wanted = {id(out.weight): out.bias, id(module.in_proj_weight): module.in_proj_bias}
+    wanted: dict[int, Tensor | None] = {
+        id(out.weight): out.bias,
+        id(module.in_proj_weight): module.in_proj_bias,
+    }
     if not (out.weight.requires_grad and module.in_proj_weight.requires_grad):
         return None
     found: dict[int, WeightNode] = {}

@@ -144,7 +144,9 @@ class Learner:
             next_indices=self._next_indices,
             batch_dim=batch_dim,
             tap_layers=self.options.signal != "microbatch",
-            check_output=self._check_reduction if self.options.reduction == "mean" and scaler is None else None,
+            check_output=self._check_reduction
+            if self.options.reduction == "mean" and scaler is None
+            else None,
         )
         if self.options.signal == "microbatch":
             self._tap_gradients([p for _, p in trained])
@@ -208,7 +210,8 @@ class Learner:
         """`_collect` for the commonest layer without its detours: they cost as much as the arithmetic."""
         into = self._sum_of(record, record.layout.batch)
         projection = self.projections.of(module.weight, delta)
-        if module.bias is None:
+        bias: Tensor | None = module.bias
+        if bias is None:
             right = x @ projection.columns
         else:
             right = torch.addmm(projection.bias, x, projection.columns)
@@ -244,8 +247,8 @@ class Learner:
     def _check_reduction(self, delta: Tensor, batch: int) -> None:
         if delta.device.type == "cpu" and sum_hint(delta, batch):
             warnings.warn(
-                "order: the loss looks like a sum over the batch, not a mean; if it is, say reduction='sum', or a short "
-                "last batch weighs too little in the signs",
+                "order: the loss looks like a sum over the batch, not a mean; if it is, say reduction='sum', or a "
+                "short last batch weighs too little in the signs",
                 stacklevel=2,
             )
 

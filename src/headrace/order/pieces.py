@@ -233,9 +233,9 @@ def convolve(
     """The module's convolution with other filters."""
     function = _CONVOLVE[x.dim() - 2]
     if module.padding_mode == "zeros":
-        result: Tensor = function(x, weight, bias, module.stride, module.padding, module.dilation)  # type: ignore[operator]
+        result: Tensor = function(x, weight, bias, module.stride, module.padding, module.dilation)
     else:
-        result = function(pad(module, x), weight, bias, module.stride, 0, module.dilation)  # type: ignore[operator]
+        result = function(pad(module, x), weight, bias, module.stride, 0, module.dilation)
     return result
 
 

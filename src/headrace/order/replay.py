@@ -165,7 +165,8 @@ def attention_pieces(
     ]
     deltas, inputs = [d_query, d_key, d_value], [query, key, value]
     bias = _trained(module.in_proj_bias)
-    if module.in_proj_weight is not None:
+    packed: Tensor | None = module.in_proj_weight
+    if packed is not None:
         pieces.append(_packed(_trained(module.in_proj_weight), bias, deltas, inputs))
         return pieces
     separate = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
@@ -192,8 +193,9 @@ def _packed(
 
 
 def _in_projections(module: nn.MultiheadAttention) -> tuple[list[Tensor], list[Tensor | None]]:
-    if module.in_proj_weight is not None:
-        weights = list(module.in_proj_weight.detach().chunk(3))
+    packed: Tensor | None = module.in_proj_weight
+    if packed is not None:
+        weights = list(packed.detach().chunk(3))
     else:
         separate = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
         weights = [w.detach() for w in separate]
@@ -205,12 +207,15 @@ def _replay(
     module: nn.MultiheadAttention, projected: list[Tensor], given: dict[str, Any], random_state: Tensor | None
 ) -> Tensor:
     """The attention between the projections: torch's own function, with identities for weights."""
+    query, key, value = projected
     identity = torch.eye(module.embed_dim, dtype=projected[0].dtype, device=projected[0].device)
     with torch.random.fork_rng(devices=[], enabled=random_state is not None):
         if random_state is not None:
             torch.set_rng_state(random_state)
         context, _ = F.multi_head_attention_forward(
-            *projected,
+            query,
+            key,
+            value,
             module.embed_dim,
             module.num_heads,
             None,

@@ -21,6 +21,7 @@ rows in at the next epoch. ``state_dict`` in mid-epoch continues with the first 
 from __future__ import annotations
 
 import sys
+import types
 import warnings
 from collections import deque
 from collections.abc import Iterator, Sized
@@ -253,7 +254,7 @@ class BalancedSampler(Sampler[int]):
 
     def _inspect_loader(self) -> None:
         """Look at the DataLoader that iterates, for what would break the match of batches and rows."""
-        frame = sys._getframe(1)
+        frame: types.FrameType | None = sys._getframe(1)
         for _ in range(8):
             if frame is None:
                 return
@@ -261,7 +262,7 @@ class BalancedSampler(Sampler[int]):
             if isinstance(owner, torch.utils.data.dataloader._BaseDataLoaderIter):
                 self._check_loader(owner)
                 return
-            frame = frame.f_back  # type: ignore[assignment]
+            frame = frame.f_back
 
     def _check_loader(self, loader: Any) -> None:
         if self._named or self.order.learner is None:

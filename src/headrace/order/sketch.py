@@ -6,8 +6,8 @@ precision goes where the gradient's energy is. A bias is one more column of its 
 with one column. A side no longer than its k is embedded exactly (orthonormal rows), a longer one is projected
 on orthonormal columns, scaled by √(side / k). How k is split depends on the layer (`headrace.order.cost.split_k`).
 
-A projection belongs to a parameter, not to a layer, so the uses of a shared weight add up as they must. It is drawn from
-the seed and the parameter's name: processes agree on it and nothing needs saving.
+A projection belongs to a parameter, not to a layer, so the uses of a shared weight add up as they must. It is drawn
+from the seed and the parameter's name: processes agree on it and nothing needs saving.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def draw_side(side: int, k: int, generator: torch.Generator) -> Tensor:
     gaussian = torch.randn(max(side, k), min(side, k), generator=generator, dtype=torch.float64)
     basis, triangle = torch.linalg.qr(gaussian)
     # Fixing the signs makes the basis uniform, and the same on every LAPACK.
-    basis = basis * torch.where(triangle.diagonal() < 0, -1.0, 1.0)
+    basis = torch.mul(basis, torch.where(triangle.diagonal() < 0, -1.0, 1.0))
     return basis.T.contiguous() if side <= k else basis * math.sqrt(side / k)
 
 

@@ -133,7 +133,12 @@ class Watcher:
         self._inside = True
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._inside and self.check_output is not None and isinstance(output, Tensor) and output.requires_grad:
+        if (
+            self._inside
+            and self.check_output is not None
+            and isinstance(output, Tensor)
+            and output.requires_grad
+        ):
             check, self.check_output = self.check_output, None
             batch = self._open.layout.batch if self._open is not None else 0
             output.register_hook(lambda delta: check(delta, batch))
@@ -180,7 +185,11 @@ class Watcher:
 
             if isinstance(module, nn.RNNBase):
                 return _join(fire, output)
-            if self.collect_linear is not None and _is_plain(module, args, first, record.layout.batch):
+            if (
+                isinstance(module, nn.Linear)
+                and self.collect_linear is not None
+                and _is_plain(module, args, first, record.layout.batch)
+            ):
                 first.register_hook(partial(self._fire_linear, record, module, args[0]))
                 return None
             nodes = attention_nodes(module, first, args, kwargs, record.layout.batch)
@@ -216,7 +225,9 @@ class Watcher:
         for node in nodes:
 
             def fire(gradients: tuple[Tensor, ...], node: WeightNode = node) -> None:
-                def maker(_m: Any, _a: Any, _k: Any, deltas: list[Tensor | None], layout: Layout) -> list[Piece]:
+                def maker(
+                    _m: Any, _a: Any, _k: Any, deltas: list[Tensor | None], layout: Layout
+                ) -> list[Piece]:
                     return node.pieces(deltas, layout.batch)
 
                 self._fire(record, module, maker, (), {}, list(gradients))
@@ -287,14 +298,15 @@ class Watcher:
         warnings.warn(f"order: {self.coverage()}", stacklevel=2)
 
 
-def _is_plain(module: nn.Module, args: Any, output: Tensor, batch: int) -> bool:
+def _is_plain(module: nn.Linear, args: Any, output: Tensor, batch: int) -> bool:
     """A linear layer that is trained, on one vector per example, without autocast."""
     if type(module) is not nn.Linear or not args or not module.weight.requires_grad:
         return False
     x: Tensor = args[0]
     if x.dim() != 2 or x.shape[0] != batch or x.dtype != output.dtype:
         return False
-    return module.bias is None or module.bias.requires_grad
+    bias: Tensor | None = module.bias
+    return bias is None or bias.requires_grad
 
 
 _RANDOM_STATES: dict[nn.Module, Tensor] = {}
@@ -341,15 +353,19 @@ class _Join(torch.autograd.Function):
         return tuple(t.view_as(t) for t in tensors)
 
     @staticmethod
-    def backward(ctx: Any, *deltas: Tensor | None) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, *deltas: Tensor | None) -> Any:
         ctx.fire(*deltas)
         return (None, *deltas)
+
+
+def _apply_join(fire: Callable[..., None], *tensors: Tensor) -> Any:
+    return _Join.apply(fire, *tensors)  # type: ignore[no-untyped-call]
 
 
 def _join(fire: Callable[..., None], output: Any) -> Any:
     """A recurrent layer's output, with ``fire`` called once for all of it."""
     out, state = output
     if isinstance(state, Tensor):
-        return tuple(_Join.apply(fire, out, state))
-    out, *rest = _Join.apply(fire, out, *state)
+        return tuple(_apply_join(fire, out, state))
+    out, *rest = _apply_join(fire, out, *state)
     return out, tuple(rest)

@@ -29,7 +29,7 @@ def contestants(task: Task) -> Mapping[str, dict[str, Any]]:
 def run(options: PaperOptions) -> Path:
     page = Page("GraB", subtitle="Better orders of the examples than random reshuffling")
     page.text(
-        "All contestants of a seed begin with the same weights; they differ in the order alone. Signs come from sketches "
-        "of 256 numbers per example, read by hooks in the ordinary backward pass. Bands span the seeds."
+        "All contestants of a seed begin with the same weights; they differ in the order alone. Signs come from "
+        "sketches of 256 numbers per example, read by hooks in the ordinary backward pass. Bands span the seeds."
     )
     return run_tasks(options, GRAB, contestants, page)

@@ -49,10 +49,20 @@ def run_tasks(
         rows.extend(_rows(task, runs))
     page.heading("At the last epoch that all seeds reached")
     page.table(
-        ["task", "order", "epochs", "seeds", "objective", "validation", "CPU s/epoch", "drift ratio", "memory, KB"],
+        [
+            "task",
+            "order",
+            "epochs",
+            "seeds",
+            "objective",
+            "validation",
+            "CPU s/epoch",
+            "drift ratio",
+            "memory, KB",
+        ],
         rows,
-        caption="Objective: lower is better. Drift ratio: 0.5 to 0.9 for a shuffle, lower is better balanced. Memory: what "
-        "learning the order holds beside one byte per row.",
+        caption="Objective: lower is better. Drift ratio: 0.5 to 0.9 for a shuffle, lower is better balanced. Memory: "
+        "what learning the order holds beside one byte per row.",
     )
     for task, runs in sections:
         _section(page, task, runs)
@@ -97,7 +107,9 @@ def _section(page: Page, task: Task, runs: dict[str, list[Curve]]) -> None:
             ratio, low, high = mean_curve(curves, "drift_ratio")
             drifts.append(Series(label, list(range(1, len(ratio) + 1)), ratio, low=low, high=high))
     page.lines("Training objective", by_epoch, x_label="epoch", y_label="objective", log_y=True)
-    page.lines("The same by time", by_time, x_label="CPU seconds of training", y_label="objective", log_y=True)
+    page.lines(
+        "The same by time", by_time, x_label="CPU seconds of training", y_label="objective", log_y=True
+    )
     page.lines("Validation", scores, x_label="epoch", y_label=task.score_name)
     if drifts:
         page.lines("Drift of the order, H / √Σ‖g − ḡ‖²", drifts, x_label="epoch", y_label="ratio")

@@ -1,8 +1,8 @@
 """Train one task with several orders, alternating, inside a time budget; keep curves by epoch and by time.
 
 All contestants of a seed begin with the same weights. The budget is cut evenly over tasks, contestants and seeds; a run
-that meets its end stops after the epoch it is in, and the page shows how far each came. Time is the CPU time of training
-alone: measuring the objective is left out.
+that meets its end stops after the epoch it is in, and the page shows how far each came. Time is the CPU time of
+training alone: measuring the objective is left out.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import gzip
 import io
+import itertools
 import os
 import re
 import zlib
@@ -89,7 +90,7 @@ def logistic(rows: int = 3000) -> Task:
         title="Logistic regression on MNIST",
         claim="GraB below random reshuffling in training loss and above it in validation; greedy matched with over 100 "
         "times less memory",
-        cut=f"{rows:,} of 60,000 images, single examples as units (the paper: pairs, batch 64 by accumulation), batch 16",
+        cut=f"{rows:,} of 60,000 images, single examples as units (the paper: pairs), batch 16",
         train=train,
         valid=valid,
         model=lambda: nn.Sequential(nn.Flatten(), nn.Linear(784, 10)),
@@ -141,7 +142,7 @@ def lenet(rows: int = 1500, workers: int = 1) -> Task:
         name="lenet",
         title=f"LeNet on {name}",
         claim=claim,
-        cut=f"{rows:,} images, {'one row per worker and step' if workers > 1 else 'single examples as units, batch 16'}",
+        cut=f"{rows:,} images, {'one row per worker and step' if workers > 1 else 'single examples, batch 16'}",
         train=train,
         valid=valid,
         model=lambda: _materialised(_lenet(train[0].shape[1]), train[0][:1]),
@@ -180,7 +181,10 @@ class LanguageModel(nn.Module):
 def wikitext(tokens: int = 35 * 320, workers: int = 1) -> Task:
     words, span = 1000, 35
     with np.load(find_data("wikitext2_ids.npz"), allow_pickle=False) as data:
-        train, valid = data["train"][: tokens + 1].astype(np.int64), data["valid"][: span * 64 + 1].astype(np.int64)
+        train, valid = (
+            data["train"][: tokens + 1].astype(np.int64),
+            data["valid"][: span * 64 + 1].astype(np.int64),
+        )
     frequent = np.argsort(-np.bincount(train, minlength=33278))[: words - 1]
     number = np.zeros(33278, dtype=np.int64)
     number[frequent] = np.arange(1, words)
@@ -194,7 +198,7 @@ def wikitext(tokens: int = 35 * 320, workers: int = 1) -> Task:
         name="wikitext2-lstm",
         title="LSTM on WikiText-2",
         claim="perplexity 223 against 232 with 4 workers" if workers > 1 else "GraB below random reshuffling",
-        cut=f"{tokens:,} of 2,088,628 tokens, the {words - 1} commonest words, chunks of 35 that start from a zero state",
+        cut=f"{tokens:,} of 2,088,628 tokens, the {words - 1} commonest words, chunks of 35 from a zero state",
         train=pair(train),
         valid=pair(valid),
         model=lambda: LanguageModel(words),
@@ -217,7 +221,9 @@ class SmallTransformer(nn.Module):
     def __init__(self, classes: int, width: int = 64) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, width)
-        self.register_buffer("place", torch.randn(LENGTH, width, generator=torch.Generator().manual_seed(0)) * 0.1)
+        self.register_buffer(
+            "place", torch.randn(LENGTH, width, generator=torch.Generator().manual_seed(0)) * 0.1
+        )
         layer = nn.TransformerEncoderLayer(width, 4, 2 * width, dropout=0.0, batch_first=True)
         self.blocks = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
         self.out = nn.Linear(width, classes)
@@ -305,7 +311,7 @@ def m4(rows: int = 4000) -> Task:
         values, ptr = data["Weekly_train_values"], data["Weekly_train_ptr"]
     span, ahead = 26, 13
     windows, targets = [], []
-    for a, b in zip(ptr[:-1], ptr[1:], strict=True):
+    for a, b in itertools.pairwise(ptr):
         series = values[a:b]
         for end in range(len(series) - ahead, span, -40)[:12]:
             scale = max(abs(series[end - span : end]).mean(), 1e-8)
@@ -322,7 +328,9 @@ def m4(rows: int = 4000) -> Task:
         cut=f"windows of 26 weeks, 13 ahead, {min(rows, len(x) - held):,} windows; step size 1e-2",
         train=(x[held : held + rows], y[held : held + rows]),
         valid=(x[:held], y[:held]),
-        model=lambda: nn.Sequential(nn.Linear(span, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, ahead)),
+        model=lambda: nn.Sequential(
+            nn.Linear(span, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, ahead)
+        ),
         loss=F.l1_loss,
         score=smape,
         score_name="validation SMAPE",
