@@ -2,9 +2,9 @@
 
     python benchmarks/bench_order_training.py [--seeds 10] [--epochs 15] [--batch 1] [--lr 0.01]
 
-An MLP 64-64-10 on scikit-learn's digits, constant step size, one example per step by default: there the order's noise
-is largest. Both runs of a seed begin with the same weights and the same first order. The test is one-sided and paired over
-seeds. With --batch 64 nothing is left to gain; that is shown, not hidden.
+An MLP 64-64-10 on scikit-learn's digits, constant step size, one example per step by default: there the order's
+noise is largest. Both runs of a seed begin with the same weights and the same first order. The test is one-sided and
+paired over seeds. With --batch 64 nothing is left to gain; that is shown, not hidden.
 
 TABLE
 """

@@ -23,7 +23,7 @@ def run(options: PaperOptions) -> Path:
     page = Page("CD-GraB", subtitle="One walk over the examples of several workers")
     page.text(
         "The rows of each batch are dealt to the workers in turn, as a group of processes would read them; every "
-        "worker keeps its own permutation of its own share. What a real group exchanges per pair of steps is 256 numbers per "
-        "worker, whatever the model's size."
+        "worker keeps its own permutation of its own share. What a real group exchanges per pair of steps is 256 "
+        "numbers per worker, whatever the model's size."
     )
     return run_tasks(options, WORKERS, contestants, page)
