@@ -199,15 +199,10 @@ class Watcher:
             first.register_hook(fire)
             return None
 
-        outside = torch.compiler.disable(tap)
-
-        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-            # Compiled code must not trace into the tap: it keeps Python state.
-            if torch.compiler.is_compiling():
-                return outside(module, args, kwargs, output)
-            return tap(module, args, kwargs, output)
-
-        return hook
+        # Compiled code must not trace into the tap: it keeps Python state. This is the mark that torch.compiler.disable
+        # leaves; calling that would import the whole compiler, seconds for those who do not compile.
+        tap._torchdynamo_disable = True  # type: ignore[attr-defined]
+        return tap
 
     def _fire_linear(self, record: Record, module: nn.Linear, x: Tensor, delta: Tensor) -> None:
         if record.ready or self.collect_linear is None:
