@@ -99,7 +99,14 @@ def test_fit_learns_an_order() -> None:
     net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 2))
     order = BalancedOrder(96, fallback=False)
     run = headrace.fit(
-        net, (x, (x[:, 0] > 0).long()), loss=F.cross_entropy, lr=0.05, epochs=3, batch_size=8, order=order, seed=0
+        net,
+        (x, (x[:, 0] > 0).long()),
+        loss=F.cross_entropy,
+        lr=0.05,
+        epochs=3,
+        batch_size=8,
+        order=order,
+        seed=0,
     )
     order.end_epoch()
     assert len(order.drift) == 3
@@ -147,7 +154,9 @@ def test_sketched_orders_are_nearly_as_good_as_exact_ones() -> None:
                 F.cross_entropy(net(x[rows]), y[rows]).backward()
         order.unwatch()
         heights[signal] = drift(gradients, next(order.epoch()))
-    shuffles = [drift(gradients, torch.randperm(len(x), generator=torch.Generator().manual_seed(s))) for s in range(5)]
+    shuffles = [
+        drift(gradients, torch.randperm(len(x), generator=torch.Generator().manual_seed(s))) for s in range(5)
+    ]
     assert heights["sketch"] <= 1.3 * heights["exact"]
     assert heights["sketch"] <= 0.4 * sum(shuffles) / 5
 

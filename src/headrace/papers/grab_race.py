@@ -1,7 +1,7 @@
 """Train one task with several orders, alternating, inside a time budget; keep curves by epoch and by time.
 
-All contestants of a seed begin with the same weights. The budget is cut evenly over tasks, contestants and seeds; a run
-that meets its end stops after the epoch it is in, and the page shows how far each came. Time is the CPU time of
+All contestants of a seed begin with the same weights. The budget is cut evenly over tasks and seeds, of which fewer
+are run when it is short; a run that meets its end stops after the epoch it is in, and the page shows how far each came. Time is the CPU time of
 training alone: measuring the objective is left out.
 """
 
@@ -18,6 +18,9 @@ from torch import nn
 
 from headrace.order import BalancedSampler
 from headrace.papers.grab_tasks import Task
+
+
+FEWEST_EPOCHS = 6  # an order learned in the first epoch shows from the second on; six make a curve
 
 
 @dataclass
@@ -39,14 +42,21 @@ def race(
     """Curves of every contestant, all with the same number of epochs within a seed."""
     runs: dict[str, list[Curve]] = {name: [] for name in contestants}
     end = time.monotonic() + seconds
+    planned = seeds
     for seed in range(seeds):
+        if seed >= planned:
+            break
         racers = {name: Racer(task, seed, options) for name, options in contestants.items()}
-        stop = time.monotonic() + (end - time.monotonic()) / (seeds - seed)
+        stop = time.monotonic() + (end - time.monotonic()) / (planned - seed)
         for epoch in range(task.epochs):
             started = time.monotonic()
             for racer in racers.values():
                 racer.epoch(epoch)
             spent = time.monotonic() - started
+            if seed == epoch == 0:
+                # Fewer seeds rather than curves of one epoch.
+                planned = max(1, min(seeds, int(seconds / (spent * min(task.epochs, FEWEST_EPOCHS)))))
+                stop = time.monotonic() + (end - time.monotonic()) / planned
             if time.monotonic() + spent > stop:
                 break
         for name, racer in racers.items():
