@@ -4,11 +4,16 @@
     python benchmarks/bench_order_peer.py [--models mlp cnn] [--seconds 20]
 
 grab-sampler asks for torch-sparse, which has no wheel for recent versions of torch and is not used here; an empty
-module stands in for its import. It also passes an argument that `Sampler` no longer takes, which is dropped. Its loop is
-the one of its README: functorch gradients of every example, torchopt, `sampler.step(gradients)`. All loops see the same tensors, batch 64, and alternate in blocks; the figure is the
-median of a block's CPU time. Overhead is a ratio minus one.
+module stands in for its import. It also passes an argument that `Sampler` no longer takes, which is dropped. Its loop
+is the one of its README: functorch gradients of every example, torchopt, `sampler.step(gradients)`. All loops see the
+same tensors, batch 64, and alternate in blocks; the figure is the median of a block's CPU time. Overhead is a ratio
+minus one.
 
-TABLE
+Two shared cores at load 15 (AVX-512), one thread, torch 2.13.0, Python 3.11; grab-sampler 0.1.3, torchopt 0.7.3:
+
+    model                        shuffled       headrace   grab-sampler   overhead, theirs / ours
+    MLP 784-256-128-10           2.39 ms/step   1.44x      39.73x         88
+    LeNet 3 x 32 x 32            12.78 ms/step  1.38x       2.90x          5
 """
 
 from __future__ import annotations

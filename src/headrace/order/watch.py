@@ -208,7 +208,10 @@ class Watcher:
         if record.ready or self.collect_linear is None:
             return
         record.fired += 1
-        with torch.no_grad():
+        if torch.is_grad_enabled():  # only a backward pass with create_graph=True
+            with torch.no_grad():
+                self.collect_linear(record, module, x, delta)
+        else:
             self.collect_linear(record, module, x, delta)
         record.pending -= 1
         if record.pending == 0:

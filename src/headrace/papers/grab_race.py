@@ -1,8 +1,8 @@
 """Train one task with several orders, alternating, inside a time budget; keep curves by epoch and by time.
 
-All contestants of a seed begin with the same weights. The budget is cut evenly over tasks and seeds, of which fewer
-are run when it is short; a run that meets its end stops after the epoch it is in, and the page shows how far each came. Time is the CPU time of
-training alone: measuring the objective is left out.
+All contestants of a seed begin with the same weights. The budget is cut evenly over tasks and seeds, of which fewer are
+run when it is short; a run that meets its end stops after the epoch it is in, and the page shows how far each came.
+Time is the CPU time of training alone: measuring the objective is left out.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from torch import nn
 
 from headrace.order import BalancedSampler
 from headrace.papers.grab_tasks import Task
-
 
 FEWEST_EPOCHS = 6  # an order learned in the first epoch shows from the second on; six make a curve
 
