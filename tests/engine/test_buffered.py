@@ -112,7 +112,7 @@ def test_fifty_interrupts_leave_nothing_behind(folder: Path) -> None:
             ctrl_c.start()
             # An interrupt that falls into a callback of the garbage collector is lost in Python: hence a
             # bound.
-            for _ in range(2000):
+            for _ in range(50):
                 for _ in batches:
                     pass
         except KeyboardInterrupt:
