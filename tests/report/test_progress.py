@@ -70,11 +70,12 @@ def test_in_continuous_integration_a_terminal_gets_plain_lines(monkeypatch: pyte
 def test_a_resumed_run_is_not_credited_with_the_steps_before_it() -> None:
     out, clock = io.StringIO(), Clock()
     with Progress(200, first_step=100, console=Console(file=out, width=200), clock=clock) as progress:
+        progress.update(100, 0.5, examples=3200, wait_s=7.0)
         clock.now_s += 10.0
-        progress.update(110, 0.5, examples=320, wait_s=0.0)
-    assert "55%  step 110" in out.getvalue()
-    assert "32 examples/s" in out.getvalue()
-    assert "1:30 left" in out.getvalue()
+        progress.update(110, 0.5, examples=3520, wait_s=8.0)
+    (line,) = out.getvalue().splitlines()
+    assert " 55%  step 110," in line and "32 examples/s, waited 1.0 s (10%)" in line
+    assert line.endswith("10.0 s gone, 1:30 left")
 
 
 def test_a_run_without_updates_prints_nothing() -> None:

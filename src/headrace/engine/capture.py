@@ -1,24 +1,27 @@
 """Which stepper runs, and what happens when it cannot: the fallback taken is always said.
 
-On CUDA: a graph of the compiled step, a graph of the eager step, eager. On a CPU: the chain by hand where the
-model is one, else autograd; torch.compile when asked for. A stepper that fails in its first update has changed
-nothing, so the next one takes over.
+`headrace.plan` gives the ways worth trying, best first. A stepper that fails in its first update has changed
+nothing, so the next one takes over; one that fails later is an error, since its updates must not be repeated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from headrace.engine.chain import Chain
 from headrace.engine.graph import GraphStepper
 from headrace.engine.optimizers import is_plain_sgd
-from headrace.engine.options import FitOptions
 from headrace.engine.steps import BatchHook, ChainStepper, CompiledStepper, EagerStepper, Stepper, Stretch
 from headrace.engine.task import TorchTask
 from headrace.errors import OptionError
+from headrace.types import Decision
+
+OnChoice = Callable[[str, str], None]
+"""Told the name of what is taken and why, once."""
 
 
 @dataclass
@@ -32,11 +35,10 @@ class Candidate:
 
 @dataclass
 class FallingStepper:
-    """Tries candidates in order; the first that completes a stretch is kept."""
+    """Tries candidates in order; the first that completes an update is kept."""
 
     candidates: list[Candidate]
-    on_choice: Callable[[str, str], None]
-    """Told the name taken and why, once."""
+    on_choice: OnChoice
     refused: list[str] = field(default_factory=list)
     chosen: Stepper | None = None
 
@@ -69,58 +71,55 @@ def _short(error: Exception) -> str:
     return f"{type(error).__name__}: {text}"[:160]
 
 
-def choose_stepper(
-    options: FitOptions,
-    task: TorchTask,
-    optimizer: torch.optim.Optimizer,
-    *,
-    window: int,
-    longest_order: int,
-    before_batch: BatchHook | None,
-    sparse: bool,
-    on_choice: Callable[[str, str], None],
-) -> Stepper:
-    """The stepper that the options and the device allow."""
-    eager = Candidate(
-        "eager",
-        "autograd and torch.optim, one operation at a time",
-        lambda: EagerStepper(task, optimizer, clip=options.clip, before_batch=before_batch),
+@dataclass(frozen=True, kw_only=True)
+class StepParts:
+    """What a stepper is made of."""
+
+    task: TorchTask
+    optimizer: torch.optim.Optimizer
+    clip: float | None
+    window: int
+    """Losses between two rows."""
+    longest_order: int
+    before_batch: BatchHook | None
+    """Called with the rows of each batch before its forward."""
+    chain: Chain | None
+    why_no_chain: str
+
+
+def choose_stepper(ladder: Sequence[Decision], parts: StepParts, on_choice: OnChoice) -> Stepper:
+    """The stepper for the first way of the ladder that works."""
+    names = [decision.value for decision in ladder]
+    if parts.task.device.type == "cuda" and names[0] != "eager":
+        if _capturable(parts.optimizer):
+            return _graph(parts, compiled="compile" in names, on_choice=on_choice)
+        ladder = [
+            _with(d, "the optimizer has no form that a CUDA graph can hold")
+            for d in ladder
+            if d.value == "eager"
+        ]
+    if "chain" in names and parts.chain is None:
+        raise OptionError(f"capture='chain' does not fit: {parts.why_no_chain}")
+    if names == ["eager"] and parts.chain is None and parts.task.device.type == "cpu":
+        ladder = [_with(ladder[0], f"not by hand: {parts.why_no_chain}")]
+    return FallingStepper([_candidate(decision, parts) for decision in ladder], on_choice)
+
+
+def _with(decision: Decision, more: str) -> Decision:
+    return Decision(name=decision.name, value=decision.value, reason=f"{decision.reason}; {more}")
+
+
+def _graph(parts: StepParts, *, compiled: bool, on_choice: OnChoice) -> Stepper:
+    return GraphStepper(
+        parts.task,
+        parts.optimizer,
+        clip=parts.clip,
+        window=parts.window,
+        longest_order=parts.longest_order,
+        compiled=compiled,
+        before_batch=parts.before_batch,
+        on_choice=on_choice,
     )
-    compiled = Candidate(
-        "compile",
-        "forward and backward compiled by torch.compile",
-        lambda: CompiledStepper(task, optimizer, clip=options.clip, before_batch=before_batch),
-    )
-    if before_batch is not None:
-        eager.reason += "; the order watches each batch through hooks"
-        return FallingStepper([eager], on_choice)
-    if task.device.type == "cuda":
-        if options.capture == "eager" or sparse or not _capturable(optimizer):
-            eager.reason += (
-                "" if options.capture == "eager" else "; the step cannot be captured in a CUDA graph"
-            )
-            return FallingStepper([eager], on_choice)
-        return GraphStepper(
-            task,
-            optimizer,
-            clip=options.clip,
-            window=window,
-            longest_order=longest_order,
-            compiled=not options.deterministic and options.capture != "graph",
-            on_choice=on_choice,
-        )
-    chain, why = _chain(options, task, optimizer, sparse)
-    if options.capture == "chain" and chain is None:
-        raise OptionError(f"capture='chain' does not fit: {why}")
-    if options.capture == "graph":
-        raise OptionError("capture='graph' needs a CUDA device; the others are chain, compile and eager")
-    if options.capture == "compile":
-        return FallingStepper([compiled, eager], on_choice)
-    if options.capture in ("auto", "chain") and chain is not None:
-        return FallingStepper([chain], on_choice)
-    if why:
-        eager.reason += f"; not by hand: {why}"
-    return FallingStepper([eager], on_choice)
 
 
 def _capturable(optimizer: torch.optim.Optimizer) -> bool:
@@ -129,26 +128,19 @@ def _capturable(optimizer: torch.optim.Optimizer) -> bool:
     return bool(group.get("capturable")) or (type(optimizer) is torch.optim.SGD and bool(group.get("fused")))
 
 
-def _chain(
-    options: FitOptions, task: TorchTask, optimizer: torch.optim.Optimizer, sparse: bool
-) -> tuple[Candidate | None, str]:
-    if options.accumulate > 1:
-        return None, "gradients are accumulated over several batches"
-    if task.bf16:
-        return None, "bf16 runs through autocast"
-    if sparse or len(task.prepare.inputs) != 1:
-        return None, "the input is sparse or not a single column"
-    if not all(p.requires_grad for p in task.module.parameters()):
-        return None, "some parameters are frozen"
-    chain, why = Chain.of(task.module, task.loss_of)
-    if chain is None:
-        return None, why
-    fused = is_plain_sgd(optimizer) and options.clip is None
-    reason = (
-        "a chain of layers: products written in place, the update fused into the backward"
-        if fused
-        else "a chain of layers: gradients written in place, then the optimizer"
-    )
-    return Candidate(
-        "chain", reason, lambda: ChainStepper(task, chain, optimizer, fused=fused, clip=options.clip)
-    ), ""
+def _candidate(decision: Decision, parts: StepParts) -> Candidate:
+    common: dict[str, Any] = {"clip": parts.clip, "before_batch": parts.before_batch}
+    if decision.value == "chain":
+        chain = parts.chain
+        assert chain is not None
+        fused = is_plain_sgd(parts.optimizer) and parts.clip is None
+        more = "the update is part of the backward" if fused else "gradients go to the optimizer"
+        make: Callable[[], Stepper] = lambda: ChainStepper(  # noqa: E731
+            parts.task, chain, parts.optimizer, fused=fused, clip=parts.clip
+        )
+        return Candidate("chain", f"{decision.reason}; {more}", make)
+    if decision.value == "compile":
+        return Candidate(
+            "compile", decision.reason, lambda: CompiledStepper(parts.task, parts.optimizer, **common)
+        )
+    return Candidate("eager", decision.reason, lambda: EagerStepper(parts.task, parts.optimizer, **common))

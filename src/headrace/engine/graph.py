@@ -8,6 +8,8 @@ The very first update of a run is taken eagerly: it creates the optimizer's stat
 can then use, whatever that state is. Short last batches are eager too. When a capture fails, the next way is
 tried, and at the end every update is eager; the reason is reported.
 
+An order that watches batches is told each batch's rows while capturing, by a tensor at a fixed address.
+
 Short-coming: a buffer whose columns move (two device slots) is captured once per slot.
 """
 
@@ -19,7 +21,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from headrace.engine.steps import EagerStepper, Stretch
+from headrace.engine.steps import BatchHook, EagerStepper, Stretch
 from headrace.engine.task import TorchTask
 from headrace.types import Columns
 
@@ -44,9 +46,11 @@ class GraphStepper:
         window: int,
         longest_order: int,
         compiled: bool,
+        before_batch: BatchHook | None,
         on_choice: Callable[[str, str], None],
     ) -> None:
-        self.eager = EagerStepper(task, optimizer, clip=clip)
+        self.eager = EagerStepper(task, optimizer, clip=clip, before_batch=before_batch)
+        self.before_batch = before_batch
         self.ways = [("graph", "captured in a CUDA graph", task.loss)]
         if compiled:
             loss = torch.compile(task.loss, dynamic=False)
@@ -192,6 +196,8 @@ class GraphStepper:
         for _ in range(accumulate):
             index = self.order.index_select(0, self.cursor + offsets)
             batch = {name: column.index_select(0, index) for name, column in columns.items()}
+            if self.before_batch is not None:
+                self.before_batch(index)
             loss = self.loss(*self.task.prepare(batch))
             if accumulate > 1:
                 loss = loss / accumulate

@@ -117,3 +117,11 @@ def is_plain_sgd(optimizer: torch.optim.Optimizer) -> bool:
         return False
     group = optimizer.param_groups[0]
     return not (group["momentum"] or group["nesterov"] or group["maximize"])
+
+
+def match_strides(optimizer: torch.optim.Optimizer) -> None:
+    """Lay the loaded state out as the parameters are: fused kernels walk both by address."""
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+                state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)

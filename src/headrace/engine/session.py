@@ -19,7 +19,7 @@ from headrace.engine.diagnose import first_bad_layer
 from headrace.engine.evaluate import evaluate
 from headrace.engine.loader import Loader
 from headrace.engine.losslog import LossLog, Row
-from headrace.engine.optimizers import base_rates
+from headrace.engine.optimizers import base_rates, match_strides
 from headrace.engine.options import FitOptions
 from headrace.engine.records import Records
 from headrace.engine.schedules import Schedule
@@ -105,10 +105,29 @@ class Session:
             while self.stop_reason is None:
                 self._one_pass(graceful)
             self.save(final=True)
-            if self.at.epoch_examples and graceful.received is None and self.parts.validation is not None:
-                self._summarise("end")  # stopped within an epoch: say how good the model is now
+            self._say_where_it_ended(graceful)
         self.interrupted_by = graceful
         return self.stop_reason
+
+    @property
+    def threads_chosen(self) -> tuple[int, str]:
+        """The intra-op threads that the last updates used, and what the trial saw."""
+        trial = self.parts.threads
+        if len(trial.best) < 2:
+            return trial.current, "the run was too short to try others" if len(
+                trial.counts
+            ) > 1 else "no choice"
+        return (
+            trial.current,
+            f"the faster of {list(trial.counts)} by {trial.gain:.2g} times, tried while training",
+        )
+
+    def _say_where_it_ended(self, graceful: GracefulStop) -> None:
+        """Stopped within an epoch: rows for what is open. A resumed run drops them and makes the whole ones."""
+        self._close_row()
+        self._settle()
+        if self.at.epoch_examples and graceful.received is None:
+            self._summarise("end")
 
     def _stop_before_start(self) -> str | None:
         rules = self.parts.rules
@@ -302,6 +321,7 @@ class Session:
         self.parts.optimizer.load_state_dict(state["optimizer"])
         for group, lr in zip(self.parts.optimizer.param_groups, lrs, strict=True):
             group["lr"] = lr
+        match_strides(self.parts.optimizer)
         self.base_rates = [float(rate) for rate in state["base_rates"]]
         self.parts.schedule.load_state_dict(state["schedule"])
         self.parts.loader.load_state_dict(state["loader"])

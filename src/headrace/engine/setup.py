@@ -14,11 +14,11 @@ from headrace.engine.models import make_model
 from headrace.engine.options import FitOptions
 from headrace.engine.residence import resolve_device
 from headrace.engine.split import hold_out
-from headrace.engine.task import TorchTask, check_labels, make_preparation, probe
+from headrace.engine.task import TorchTask, make_preparation, probe
 from headrace.errors import DataError, OptionError
 from headrace.source import open_source
 from headrace.source.check import check_finite
-from headrace.types import Column, InMemory, Plan, Source
+from headrace.types import Column, Columns, InMemory, Plan, Source
 
 CHECKED_BYTES = 4 << 30  # larger data is checked up to here: one pass costs a second or two
 LABELS_LOOKED_AT = 100_000  # rows of a source that is not in memory
@@ -106,8 +106,8 @@ def sample_target(source: Source) -> Tensor:
 
 def make_task(
     model: Any, source: Source, options: FitOptions, device: torch.device
-) -> tuple[TorchTask, str, Any]:
-    """The task, the loss's name, and what the model returned for two rows; all mismatches are found here."""
+) -> tuple[TorchTask, str, Columns, Any]:
+    """The task, the loss's name, two rows and what the model returns for them; all mismatches are found here."""
     target = target_of(source)
     values = sample_target(source)
     loss, loss_name = resolve_loss(options.loss, target)
@@ -125,10 +125,9 @@ def make_task(
     preparation = make_preparation(source.columns, loss, module, options.transform)
     task = TorchTask(module, loss, preparation, bf16=options.precision == "bf16")
     few = {name: column.to(device) for name, column in source.read(range(min(2, len(source)))).items()}
-    output = probe(task, few)
-    check_labels(task, output, values)
+    output = probe(task, few, values)
     _check_trainable(module)
-    return task, loss_name, output
+    return task, loss_name, few, output
 
 
 def _outputs(target: Column, values: Tensor, classes: bool) -> int | None:

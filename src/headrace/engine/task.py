@@ -98,10 +98,11 @@ def make_preparation(
     )
 
 
-def probe(task: TorchTask, batch: Columns) -> Any:
+def probe(task: TorchTask, batch: Columns, targets: Tensor) -> Any:
     """Run one small batch through model and loss, in evaluation mode and without a gradient.
 
-    A mismatch is answered here, with all shapes, and not by a traceback in the first step.
+    A mismatch is answered here, with all shapes, and not by a traceback in the first step. ``targets`` are the
+    targets of all rows, or of as many as can be had.
     """
     inputs, target = task.prepare(batch)
     shapes = " and ".join(f"{tuple(x.shape)} {_type(x)}" for x in inputs)
@@ -116,6 +117,7 @@ def probe(task: TorchTask, batch: Columns) -> Any:
                 raise ModelError(
                     f"the model does not take an input of shape {shapes}: {_first(error)}"
                 ) from error
+            check_labels(task, output, targets)
             try:
                 value = task.loss_of(output, target)
             except (RuntimeError, TypeError, ValueError, IndexError, UserWarning) as error:

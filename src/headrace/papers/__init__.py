@@ -13,7 +13,9 @@ from pathlib import Path
 
 from headrace.errors import DataError, unknown
 
-CATALOGUE: dict[str, tuple[str, str]] = {}
+CATALOGUE: dict[str, tuple[str, str]] = {
+    "hsa2c": ("headrace.papers.hsa2c", "actor-critic agents: synchronous, asynchronous and hybrid workers"),
+}
 """Name on the command line → (module, what it shows)."""
 
 

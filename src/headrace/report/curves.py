@@ -6,7 +6,6 @@ dictionary gives one curve per entry, drawn together; a list of numbers is a his
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +17,12 @@ from headrace.report.page import Series
 
 COORDINATES = ("kind", "epoch", "step", "seconds", "examples")
 MOST_POINTS = 400
-"""Of one curve: about one per pixel of half a screen."""
+"""A curve of more points is drawn as `SMOOTHED_POINTS` means."""
+SMOOTHED_POINTS = 150
+"""Few enough that the noise of single steps averages out, many enough for a half-screen plot."""
+INVISIBLE = 0.01
+"""The height of a band, as a share of the plot's, that nobody would see."""
+SPEED_INTERVALS = 120
 LOGARITHMIC_FROM = 50.0
 """The ratio of the greatest to the least value above which a linear axis hides the small ones; a guess."""
 
@@ -79,29 +83,33 @@ def curve(rows: Iterable[Mapping[str, Any]], x_key: str, key: str, entry: str = 
 
 
 def throughput(rows: Iterable[Mapping[str, Any]]) -> Curve:
-    """Examples per second between rows, over seconds; at most `MOST_POINTS` intervals of equal row counts."""
+    """Examples per second over seconds, in equal intervals of time that hold a row or more on average.
+
+    Counting starts at the first row, so the time before it (starting up, compiling) is left out.
+    """
     counted = curve(rows, "seconds", "examples")
-    stride = max(1, math.ceil((len(counted) - 1) / MOST_POINTS))
-    seconds, examples = counted.x[::stride], counted.y[::stride]
-    passed_s, done = np.diff(seconds), np.diff(examples)
-    # A resumed run may set its clock back; such an interval tells nothing about speed.
-    sane = (passed_s > 0) & (done >= 0)
-    return Curve(seconds[1:][sane], done[sane] / passed_s[sane])
+    # A resumed run may set its clock or count back; only what moves both on tells about speed.
+    ahead = np.maximum.accumulate(counted.x) if len(counted) else counted.x
+    forward = np.concatenate([[True], np.diff(ahead) > 0])[: len(counted)]
+    seconds, examples = counted.x[forward], np.maximum.accumulate(counted.y[forward])
+    if len(seconds) < 2:
+        return Curve(np.zeros(0), np.zeros(0))
+    edges = np.linspace(seconds[0], seconds[-1], min(SPEED_INTERVALS, len(seconds) - 1) + 1)
+    rates = np.diff(np.interp(edges, seconds, examples)) / np.diff(edges)
+    return Curve((edges[:-1] + edges[1:]) / 2, rates)
 
 
-def drawn(name: str, whole: Curve) -> Series:
+def drawn(name: str, whole: Curve, group: int | None = None) -> Series:
     """Short curves as they are; long ones as means of neighbours, between their least and greatest."""
     if len(whole) <= MOST_POINTS:
-        return Series(name, whole.x, whole.y)
-    edges = np.linspace(0, len(whole), MOST_POINTS + 1).astype(int)[:-1]
+        return Series(name, whole.x, whole.y, group=group)
+    edges = np.linspace(0, len(whole), SMOOTHED_POINTS + 1).astype(int)[:-1]
     counts = np.diff([*edges, len(whole)])
-    return Series(
-        name,
-        np.add.reduceat(whole.x, edges) / counts,
-        np.add.reduceat(whole.y, edges) / counts,
-        low=np.minimum.reduceat(whole.y, edges),
-        high=np.maximum.reduceat(whole.y, edges),
-    )
+    x, y = (np.add.reduceat(values, edges) / counts for values in (whole.x, whole.y))
+    low, high = np.minimum.reduceat(whole.y, edges), np.maximum.reduceat(whole.y, edges)
+    if np.all(high - low <= INVISIBLE * np.ptp(whole.y)):
+        return Series(name, x, y, group=group)
+    return Series(name, x, y, low=low, high=high, group=group)
 
 
 def wants_log(curves: Sequence[Curve]) -> bool:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import OptionError, missing_extra
+from headrace.report.files import replace_text
 from headrace.report.page_style import DRAW_SCRIPT, STYLE
 
 
@@ -37,6 +38,8 @@ class Series:
     y: Iterable[Any]
     low: Iterable[Any] | None = None
     high: Iterable[Any] | None = None
+    group: int | None = None
+    """Series of one group share a colour and differ in their dashes; None gives each a colour of its own."""
 
 
 @dataclass(frozen=True)
@@ -95,10 +98,15 @@ class Page:
         log_x: bool = False,
         log_y: bool = False,
         caption: str = "",
+        y_range: tuple[float, float] | None = None,
     ) -> None:
         """A line plot; a series with ``low`` and ``high`` gets a shaded interval."""
-        traces = [trace for i, one in enumerate(series) for trace in _line_traces(i, one, log_y)]
+        inks = _inks([one.group for one in series])
+        traces = [t for one, ink in zip(series, inks, strict=True) for t in _line_traces(ink, one, log_y)]
         axes = {"x": _axis(x_label, log_x), "y": _axis(y_label, log_y)}
+        y_range = y_range or _range_of_constant(traces)
+        if y_range and not log_y:
+            axes["y"]["range"] = list(y_range)
         self._plot(title, [one.name for one in series], traces, axes, caption)
 
     def bars(
@@ -114,7 +122,8 @@ class Page:
     ) -> None:
         """Bars beside one another (or stacked), one group per label; intervals become error bars."""
         names = [str(label) for label in labels]
-        traces = [_bar_trace(i, one, names) for i, one in enumerate(series)]
+        inks = _inks([one.group for one in series])
+        traces = [_bar_trace(ink, one, names) for one, ink in zip(series, inks, strict=True)]
         axes = {"x": {**_axis(x_label, False), "type": "category"}, "y": _axis(y_label, log_y)}
         layout = {"barmode": "stack" if stacked else "group"}
         self._plot(title, [one.name for one in series], traces, axes, caption, layout)
@@ -135,9 +144,7 @@ class Page:
         """Write the page and return its path; a page that was there is replaced in one step."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{path.name}.partial")
-        partial.write_text(self.render(), encoding="utf-8")
-        partial.replace(path)
+        replace_text(path, self.render())
         return path
 
     def _plot(
@@ -184,32 +191,49 @@ class Page:
         )
 
 
-def _line_traces(index: int, series: Series, log_y: bool) -> list[dict[str, Any]]:
+def _inks(groups: Sequence[int | None]) -> list[tuple[int, int]]:
+    """Colour and dash numbers: colours by group or position, dashes by how often the group came before."""
+    inks = []
+    for i, group in enumerate(groups):
+        colour = i if group is None else group
+        inks.append((colour, 0 if group is None else list(groups[:i]).count(group)))
+    return inks
+
+
+def _line_traces(ink: tuple[int, int], series: Series, log_y: bool) -> list[dict[str, Any]]:
     y = _values(series.y)
     x = list(range(len(y))) if series.x is None else _values(series.x)
     _same_length(series.name, x=x, y=y)
     mode = "lines" if len(y) > 30 else "lines+markers"
-    line = {"type": "scatter", "mode": mode, "name": series.name, "x": x, "y": y, "series": index}
+    line = {"type": "scatter", "mode": mode, "name": series.name, "x": x, "y": y, "ink": ink}
     if series.low is None or series.high is None:
         return [line]
     low, high = _values(series.low), _values(series.high)
     _same_length(series.name, y=y, low=low, high=high)
     if log_y:
-        low = _lift_to_positive(low, y)
-    band = {"type": "scatter", "mode": "lines", "name": series.name, "x": x, "series": index, "band": True}
+        low = lift_to_positive(low, y)
+    band = {"type": "scatter", "mode": "lines", "name": series.name, "x": x, "ink": ink, "band": True}
     return [{**band, "y": low}, {**band, "y": high, "fill": "tonexty"}, line]
 
 
-def _lift_to_positive(low: list[Any], y: list[Any]) -> list[Any]:
+def _range_of_constant(traces: Sequence[dict[str, Any]]) -> tuple[float, float] | None:
+    """A constant is shown above zero, on an axis of its own size; left alone, it would seem to be zero."""
+    values = {value for trace in traces for value in trace["y"] if value is not None}
+    if len(values) != 1 or not (value := float(values.pop())) > 0:
+        return None
+    return 0.0, 2 * value
+
+
+def lift_to_positive(low: list[Any], y: list[Any]) -> list[Any]:
     """A logarithmic axis has no place for bounds ≤ 0; they are drawn at the least positive value shown."""
     floor = min((value for value in [*low, *y] if value is not None and value > 0), default=None)
     return [value if value is None or value > 0 else floor for value in low]
 
 
-def _bar_trace(index: int, series: Series, labels: list[str]) -> dict[str, Any]:
+def _bar_trace(ink: tuple[int, int], series: Series, labels: list[str]) -> dict[str, Any]:
     y = _values(series.y)
     _same_length(series.name, labels=labels, y=y)
-    trace: dict[str, Any] = {"type": "bar", "name": series.name, "x": labels, "y": y, "series": index}
+    trace: dict[str, Any] = {"type": "bar", "name": series.name, "x": labels, "y": y, "ink": ink}
     if series.low is not None and series.high is not None:
         low, high = _values(series.low), _values(series.high)
         _same_length(series.name, y=y, low=low, high=high)

@@ -32,7 +32,9 @@ th, td { padding: .35rem .9rem .35rem 0; vertical-align: top; }
 td { border-bottom: 1px solid var(--rule); } .number { text-align: right; }
 .plots { display: grid; gap: 1.5rem 1.75rem; margin: 1rem 0;
   grid-template-columns: repeat(auto-fit, minmax(min(100%, 460px), 1fr)); }
-figure { margin: 0; min-width: 0; } figcaption p { color: var(--soft); font-size: .9rem; margin: .1rem 0; }
+figure { margin: 0; min-width: 0;
+  display: flex; flex-direction: column; justify-content: space-between; }
+figcaption p { color: var(--soft); font-size: .9rem; margin: .1rem 0; }
 .plot { height: 340px; }
 details { margin: .8rem 0; } summary { cursor: pointer; }
 .note { border-left: 4px solid var(--rule); background: var(--panel); padding: .5rem .9rem; margin: .8rem 0; }
@@ -46,10 +48,10 @@ DRAW_SCRIPT = """
   const figures = JSON.parse(document.getElementById("figures").textContent);
   const css = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   function coloured(trace, palette) {
-    const colour = palette[trace.series % palette.length];
-    const dash = ["solid", "dash", "dot"][Math.floor(trace.series / palette.length) % 3];
-    const drawn = Object.assign({}, trace, { legendgroup: String(trace.series) });
-    delete drawn.series; delete drawn.band;
+    const colour = palette[trace.ink[0] % palette.length];
+    const dash = ["solid", "dash", "dot"][(trace.ink[1] + Math.floor(trace.ink[0] / palette.length)) % 3];
+    const drawn = Object.assign({}, trace, { legendgroup: trace.ink.join() });
+    delete drawn.ink; delete drawn.band;
     if (trace.error_y) Object.assign(drawn.error_y, { color: css("--ink"), thickness: 1.5, width: 5 });
     if (trace.type === "bar") return Object.assign(drawn, { marker: { color: colour } });
     if (!trace.band) return Object.assign(drawn, { line: { color: colour, width: 2, dash: dash } });
@@ -58,7 +60,7 @@ DRAW_SCRIPT = """
   }
   function axis(given) {
     return Object.assign({ gridcolor: css("--rule"), zerolinecolor: css("--rule"), linecolor: css("--rule"),
-      automargin: true, nticks: 7, exponentformat: "power" }, given,
+      automargin: true, nticks: 7, exponentformat: "power", minexponent: 5, separatethousands: true }, given,
       { title: { text: given.title, font: { size: 13 }, standoff: 8 } });
   }
   function draw() {

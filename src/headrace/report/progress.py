@@ -1,8 +1,8 @@
 """How far a run is: a bar in a terminal, a plain line every few seconds elsewhere.
 
-`Progress.update` takes totals, so a missed update loses nothing: ``step`` is the run's, ``examples`` and
-``wait_s`` count from the moment the bar was opened. Calling it at every step is cheap: nearly all calls only
-look at the clock. ``loss`` may be a tensor; it is read only when drawn, since reading waits for the device.
+`Progress.update` takes the run's totals, so a missed update loses nothing; a resumed run's first update tells
+where counting begins. Calling it at every step is cheap: nearly all calls only look at the clock. ``loss`` may
+be a tensor; it is read only when drawn, since reading waits for the device.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ class Standing:
     loss: float
     examples: int
     wait_s: float
+    """Since the bar was opened, as ``elapsed_s``."""
     examples_per_s: float
     left_s: float | None
     """None while it cannot be told."""
@@ -149,12 +150,14 @@ class Progress:
         self._task: TaskID | None = None
         self._last: tuple[int, Any, int, float] | None = None
         self._drawn_step: int | None = None
+        self._wait_before_s: float | None = None if first_step else 0.0
         self._started_s = self._next_s = clock()
 
     def __enter__(self) -> Progress:
         self._started_s = self._clock()
         self._next_s = self._started_s + (self._every_s if self._is_plain else 0.0)
-        self._pace.add(0.0, self._first_step, 0)
+        if not self._first_step:
+            self._pace.add(0.0, 0, 0)
         if not self._is_plain:
             self._bar, self._task = _make_bar(self._console, self._title)
             self._bar.start()
@@ -164,13 +167,16 @@ class Progress:
         """Totals; ``loss`` is a number or a one-element tensor."""
         self._last = (step, loss, examples, wait_s)
         now_s = self._clock()
+        if self._wait_before_s is None:
+            self._wait_before_s = wait_s
+            self._pace.add(now_s - self._started_s, step, examples)
         if now_s >= self._next_s:
             self._next_s = now_s + self._every_s
             self._draw(now_s)
 
     def print(self, text: str) -> None:
         """A line of its own above the bar."""
-        self._console.print(text, markup=False, highlight=False)
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def __exit__(
         self,
@@ -206,7 +212,7 @@ class Progress:
             step=step,
             loss=float(loss),
             examples=examples,
-            wait_s=wait_s,
+            wait_s=wait_s - (self._wait_before_s or 0.0),
             examples_per_s=examples_per_s,
             left_s=self._goal.left_s(step, elapsed_s, steps_per_s),
             fraction=self._goal.fraction(step, elapsed_s),

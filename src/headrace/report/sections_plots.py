@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from headrace.report.curves import (
-    MOST_POINTS,
     Curve,
     curve,
     drawn,
@@ -20,6 +20,8 @@ from headrace.report.time_shares import is_wait, lane_shares, waiting_over_time
 
 MOST_SERIES = 12
 """Of one plot; more cannot be told apart."""
+VALIDATION = "validation_"
+"""A measurement of this prefix is drawn beside the one without it."""
 SPEED_KEYS = ("examples_per_s", "steps_per_s")
 
 MEANINGS = {
@@ -34,35 +36,43 @@ MEANINGS = {
 }
 """What a high and a low value mean, for names that say it."""
 
+TIME_LABEL = "seconds since the start"
+X_AXES = (("step", "steps", "step"), ("seconds", "time", TIME_LABEL))
+"""Key, word in the title, label."""
+
 Runs = Sequence[RunData]
-Named = tuple[str, Curve]
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """One curve of a plot; curves of one run share a colour when the plot holds several runs."""
+
+    name: str
+    curve: Curve
+    run: int
+    is_validation: bool = False
 
 
 def add_metrics(page: Page, runs: Runs) -> None:
-    """Every measurement over steps and over time, the loss first."""
-    keys = list(dict.fromkeys(key for run in runs for key in measurements(run.rows)))
-    keys = [key for key in keys if key not in SPEED_KEYS]
+    """Every measurement over steps and over time, the loss first; the learning rate over steps alone."""
+    names = (key.removeprefix(VALIDATION) for run in runs for key in measurements(run.rows))
+    keys = [key for key in dict.fromkeys(names) if key not in SPEED_KEYS]
     if not keys:
         return
     page.heading("Loss and metrics")
-    for key in sorted(keys, key=lambda key: key != "loss"):
-        for x_key, x_label in (("step", "step"), ("seconds", "seconds since the start")):
-            named = list(_curves(runs, x_key, key))
-            _add_plot(page, f"{_title(key)} over {x_key}", named, x_label, key, MEANINGS.get(key, ""))
+    for key in sorted(keys, key=lambda key: (key != "loss", key == "lr")):
+        for x_key, word, x_label in X_AXES[:1] if key == "lr" else X_AXES:
+            curves = list(_curves(runs, x_key, key))
+            caption = MEANINGS.get(key, "") if x_key == "step" else None
+            is_validation = all(one.is_validation for one in curves)
+            title = _title(f"{VALIDATION}{key}" if is_validation else key)
+            _add_plot(page, f"{title} over {word}", curves, x_label, _words(key), caption)
 
 
 def add_speed(page: Page, runs: Runs) -> None:
-    """Examples per second, as recorded or from the counts in the rows."""
+    """Examples per second from the counts in the rows, which is steadier than what each row says of itself."""
     recorded = {key: list(_curves(runs, "seconds", key)) for key in SPEED_KEYS}
-    if not recorded["examples_per_s"]:
-        kinds = {kind for run in runs for kind in run.kinds if kind != "validation"}
-        recorded["examples_per_s"] = [
-            (_label(runs, run, kind, len(kinds)), throughput(run.of_kind(kind)))
-            for run in runs
-            for kind in run.kinds
-            if kind in kinds
-        ]
-    recorded = {key: [pair for pair in named if len(pair[1])] for key, named in recorded.items()}
+    recorded["examples_per_s"] = list(_counted_speeds(runs)) or recorded["examples_per_s"]
     if not any(recorded.values()):
         return
     page.heading("Throughput")
@@ -70,8 +80,8 @@ def add_speed(page: Page, runs: Runs) -> None:
         "examples_per_s": "High is good. Dips are validation, checkpoints, or waiting for data.",
         "steps_per_s": "High is good; it falls as batches grow.",
     }
-    for key, named in recorded.items():
-        _add_plot(page, _title(key), named, "seconds since the start", key, meanings[key])
+    for key, curves in recorded.items():
+        _add_plot(page, _title(key), curves, TIME_LABEL, _words(key), meanings[key], log_y=False)
 
 
 def add_waiting(page: Page, runs: Runs) -> None:
@@ -91,25 +101,26 @@ def add_waiting(page: Page, runs: Runs) -> None:
     if len(shares) > len(shown):
         told += f" The first {len(shown)} of {len(shares)} lanes are drawn."
     page.bars("What each part did", labels, series, y_label="share of time", stacked=True, caption=told)
-    waits = list(_waits(runs))
     told = "Near 0 is good for the device. A rise tells when something began to be short."
-    _add_plot(page, "Waiting over time", waits, "seconds since the start", "share of time waited", told)
+    waits = list(_waits(runs))
+    share = (0.0, 1.0)
+    _add_plot(page, "Waiting over time", waits, TIME_LABEL, "share of time waited", told, y_range=share)
     page.html("<p>Open a run's <code>timeline.json</code> in Perfetto to see every span.</p>")
 
 
 def add_counters(page: Page, runs: Runs) -> None:
     """Counters of the timeline; the part of a name before "/" is the plot, the rest the curve."""
-    plots: dict[str, list[Named]] = {}
-    for run in runs:
+    plots: dict[str, list[Drawn]] = {}
+    for number, run in enumerate(runs):
         for name in dict.fromkeys(counter.name for counter in run.timeline.counters):
             plot, _, entry = name.partition("/")
             rows = [{"seconds": c.t_s, name: c.value} for c in run.timeline.counters if c.name == name]
-            label = _joined([run.name if len(runs) > 1 else "", entry]) or name
-            plots.setdefault(plot, []).append((label, curve(rows, "seconds", name)))
+            label = _label(runs, run, entry) or name
+            plots.setdefault(plot, []).append(Drawn(label, curve(rows, "seconds", name), number))
     if plots:
         page.heading("Counters")
-    for plot, named in plots.items():
-        _add_plot(page, _title(plot), named, "seconds since the start", plot, MEANINGS.get(plot, ""))
+    for plot, curves in plots.items():
+        _add_plot(page, _title(plot), curves, TIME_LABEL, _words(plot), MEANINGS.get(plot, ""))
 
 
 def add_histograms(page: Page, runs: Runs) -> None:
@@ -127,55 +138,82 @@ def add_histograms(page: Page, runs: Runs) -> None:
         page.bars(_title(name), labels, series, y_label="recorded value", x_label="position", caption=meaning)
 
 
-def _curves(runs: Runs, x_key: str, key: str) -> Iterator[Named]:
-    """One curve for each run, kind and nested entry that has ``key``."""
+def _curves(runs: Runs, x_key: str, key: str) -> Iterator[Drawn]:
+    """One curve for each run, kind and nested entry that has ``key``, and for its validation."""
     kinds = {kind for run in runs for kind in run.kinds if key in measurements(run.of_kind(kind))}
-    for run in runs:
+    for number, run in enumerate(runs):
         for kind in run.kinds:
             rows = run.of_kind(kind)
-            for entry in measurements(rows).get(key, []):
-                found = curve(rows, x_key, key, entry)
-                if len(found):
-                    yield _joined([_label(runs, run, kind, len(kinds)), entry]), found
+            found = measurements(rows)
+            told = kind if len(kinds) > 1 else ""
+            sources = [(key, told, entry) for entry in found.get(key, [])]
+            sources += [
+                (f"{VALIDATION}{key}", "validation", entry) for entry in found.get(VALIDATION + key, [])
+            ]
+            for source, told, entry in sources:
+                one = curve(rows, x_key, source, entry)
+                if len(one):
+                    is_validation = "validation" in (kind, told)
+                    yield Drawn(_label(runs, run, told, entry) or kind, one, number, is_validation)
 
 
-def _waits(runs: Runs) -> Iterator[Named]:
-    for run in runs:
-        lanes = dict.fromkeys(span.lane for span in run.timeline.spans if is_wait(span))
-        for lane in lanes:
-            label = _joined([run.name if len(runs) > 1 else "", lane])
-            yield label, waiting_over_time(run.timeline.spans, lane)
+def _counted_speeds(runs: Runs) -> Iterator[Drawn]:
+    """From the training rows where there are some, else from all."""
+    for number, run in enumerate(runs):
+        found = throughput(run.of_kind("train") or run.rows)
+        if len(found):
+            yield Drawn(run.name, found, number)
+
+
+def _waits(runs: Runs) -> Iterator[Drawn]:
+    for number, run in enumerate(runs):
+        for lane in dict.fromkeys(span.lane for span in run.timeline.spans if is_wait(span)):
+            yield Drawn(_label(runs, run, lane), waiting_over_time(run.timeline.spans, lane), number)
 
 
 def _add_plot(
-    page: Page, title: str, named: Sequence[Named], x_label: str, y_label: str, meaning: str
+    page: Page,
+    title: str,
+    curves: Sequence[Drawn],
+    x_label: str,
+    y_label: str,
+    meaning: str | None,
+    log_y: bool | None = None,
+    y_range: tuple[float, float] | None = None,
 ) -> None:
-    if not named:
+    """``meaning`` None: no caption, the plot beside it has the same. ``log_y`` None: as the values ask."""
+    if not curves:
         return
-    curves = [one for _, one in named[:MOST_SERIES]]
+    shown = curves[:MOST_SERIES]
     told = [meaning] if meaning else []
-    if len(named) > MOST_SERIES:
-        told.append(f"The first {MOST_SERIES} of {len(named)} curves are drawn.")
-    if any(len(one) > MOST_POINTS for one in curves):
-        told.append("Lines are means of neighbouring rows; the band reaches from the least to the greatest.")
-    series = [drawn(name, one) for name, one in named[:MOST_SERIES]]
-    page.lines(title, series, x_label, y_label, log_y=wants_log(curves), caption=" ".join(told))
+    if len(curves) > len(shown):
+        told.append(f"The first {len(shown)} of {len(curves)} curves are drawn.")
+    is_shared = len({one.run for one in shown}) > 1
+    series = [drawn(one.name, one.curve, one.run if is_shared else None) for one in shown]
+    if any(one.low is not None for one in series):
+        told.append("Lines are means of neighbouring rows; bands reach from the least to the greatest.")
+    is_log = wants_log([one.curve for one in shown]) if log_y is None and y_range is None else bool(log_y)
+    caption = "" if meaning is None else " ".join(told)
+    page.lines(title, series, x_label, y_label, log_y=is_log, caption=caption, y_range=y_range)
 
 
-def _label(runs: Runs, run: RunData, kind: str, kinds: int) -> str:
-    """As much as is needed to tell the curves of a plot apart."""
-    return _joined([run.name if len(runs) > 1 else "", kind if kinds > 1 else ""]) or kind
+def _label(runs: Runs, run: RunData, *parts: str) -> str:
+    """The run's name where there are several, and the parts that are not empty."""
+    return ", ".join(part for part in (run.name if len(runs) > 1 else "", *parts) if part)
 
 
-def _joined(parts: Sequence[str]) -> str:
-    return ", ".join(part for part in parts if part)
+def _words(key: str) -> str:
+    """A key as words, with its unit: wait_s becomes wait (s)."""
+    if key == "lr":
+        return "learning rate"
+    if key.endswith("_per_s"):
+        return key.removesuffix("_per_s").replace("_", " ") + " per second"
+    for suffix, unit in (("_s", "s"), ("_bytes", "bytes")):
+        if key.endswith(suffix):
+            return f"{key.removesuffix(suffix).replace('_', ' ')} ({unit})"
+    return key.replace("_", " ")
 
 
 def _title(key: str) -> str:
-    words = {
-        "lr": "learning rate",
-        "examples_per_s": "examples per second",
-        "steps_per_s": "steps per second",
-    }
-    text = words.get(key, key.replace("_", " "))
-    return text[:1].upper() + text[1:]
+    words = _words(key)
+    return words[:1].upper() + words[1:]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import Any
 
+from headrace.report.curves import COORDINATES
 from headrace.report.page import Page
 from headrace.report.progress import duration, rate
 from headrace.report.run_data import RunData
@@ -95,7 +96,6 @@ def _summary_row(run: RunData) -> list[Any]:
     losses = [row["loss"] for row in train if "loss" in row]
     seconds = float(last.get("seconds", extent_s(run.timeline) if run.timeline.spans else 0.0))
     speed = rate(last["examples"] / seconds) if seconds > 0 and "examples" in last else "–"
-    validation = run.of_kind("validation")
     return [
         run.name,
         last.get("step", "–"),
@@ -103,14 +103,18 @@ def _summary_row(run: RunData) -> list[Any]:
         duration(seconds),
         speed,
         *(_number(loss) for loss in (losses[:1] + losses[-1:] if losses else ["–", "–"])),
-        _validation(validation[-1]) if validation else "–",
+        next(filter(None, map(_validation, reversed(run.rows))), "–"),
     ]
 
 
-def _validation(row: dict[str, Any]) -> str:
-    skipped = ("kind", "step", "epoch", "seconds", "examples")
-    plain = {k: v for k, v in row.items() if k not in skipped and isinstance(v, int | float)}
-    return ", ".join(f"{key} {_number(value)}" for key, value in plain.items()) or "–"
+def _validation(row: Mapping[str, Any]) -> str:
+    """The validation numbers of a row, or nothing."""
+    plain = {key: value for key, value in row.items() if isinstance(value, int | float)}
+    if row.get("kind") == "validation":
+        found = {key: value for key, value in plain.items() if key not in COORDINATES}
+    else:
+        found = {k.removeprefix("validation_"): v for k, v in plain.items() if k.startswith("validation_")}
+    return ", ".join(f"{key} {_number(value)}" for key, value in found.items())
 
 
 def _number(value: Any) -> str:

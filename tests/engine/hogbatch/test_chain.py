@@ -243,9 +243,32 @@ def test_a_step_allocates_nothing_large_after_the_first() -> None:
     x, y = torch.randn(32, 64), torch.randint(0, 2, (32,))
     chain.step(x, y, lr=0.1)
     with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+        acc_events=True, activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
     ) as profile:
         chain.step(x, y, lr=0.1)
         chain.step(x[:7], y[:7], lr=0.1)
     taken = sum(max(0, event.self_cpu_memory_usage) for event in profile.key_averages())
     assert taken < 4 * 256 * 2  # one row of outputs is 1 KiB; parameters are 200 times that
+
+
+@pytest.mark.parametrize("b", [1, 2])
+@pytest.mark.parametrize("activation", [nn.ReLU, nn.GELU])
+def test_compiled_loops_are_autograd_and_sgd(b: int, activation: type[nn.Module]) -> None:
+    pytest.importorskip("numba")
+    torch.manual_seed(0)
+    module = nn.Sequential(
+        nn.Linear(5, 8), activation(), nn.Linear(8, 8), activation(), nn.Linear(8, 3)
+    ).double()
+    other = copy.deepcopy(module)
+    chain = chain_of(module, F.cross_entropy)
+    assert chain.fuse() == "steps on one or two rows use compiled loops"
+    optimiser = torch.optim.SGD(other.parameters(), lr=0.1)
+    for number in range(5):
+        x, y = batch("cross_entropy", b, 5, 3, number)
+        chain.clone().step(x, y, lr=0.1)
+        optimiser.zero_grad()
+        F.cross_entropy(other(x), y).backward()
+        optimiser.step()
+        assert worst(module, other) < 1e-12
+    chain.step(torch.full((b, 5), float("nan")).double(), torch.zeros(b).long(), lr=0.1)
+    assert all(bool(p.isnan().all()) for p in module[4].parameters())
