@@ -3,9 +3,10 @@
 Command: ``python benchmarks/bench_buffer.py --folder /path/on/the/disk [--rows 600000] [--seconds 4]``
 
 Rows are 3072 bytes of uint8 (a 32×32 colour image) with an int64 label; batches have 256 rows. Before every
-measurement the files are pushed out of the page cache (posix_fadvise DONTNEED after fsync), so sizes below memory
-stand for sizes beyond it during the first pass. Each side runs for ``--seconds`` or one pass, in turn, twice; the
-better of the two counts. CPU time is of the process and its children. ``dd iflag=direct bs=4M`` bounds them all.
+measurement the files are pushed out of the page cache (posix_fadvise DONTNEED after fsync), so sizes below
+memory stand for sizes beyond it during the first pass. Each side runs for ``--seconds`` or one pass, in
+turn, twice; the better of the two counts. CPU time is of the process and its children. ``dd iflag=direct
+bs=4M`` bounds them all.
 
 TABLE
 """
@@ -99,7 +100,8 @@ def batched_memmap(folder: Path) -> Iterator[object]:
 
 
 def nodes(folder: Path) -> Iterator[object]:
-    from torchdata.nodes import IterableWrapper, Loader as NodesLoader, ParallelMapper
+    from torchdata.nodes import IterableWrapper, ParallelMapper
+    from torchdata.nodes import Loader as NodesLoader
 
     data = Batches(folder)
     source = IterableWrapper(permuted(folder))
@@ -110,7 +112,9 @@ def spdl(folder: Path) -> Iterator[object]:
     from spdl.pipeline import PipelineBuilder
 
     data = Batches(folder)
-    builder = PipelineBuilder().add_source(permuted(folder)).pipe(data.__getitems__, concurrency=4).add_sink(4)
+    builder = (
+        PipelineBuilder().add_source(permuted(folder)).pipe(data.__getitems__, concurrency=4).add_sink(4)
+    )
     with (pipeline := builder.build(num_threads=4)).auto_stop():
         yield from pipeline.get_iterator(timeout=60)
 
@@ -157,7 +161,9 @@ def dd(folder: Path) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--folder", type=Path, default=None, help="where the files are written; kept when given")
+    parser.add_argument(
+        "--folder", type=Path, default=None, help="where the files are written; kept when given"
+    )
     parser.add_argument("--rows", type=int, default=600_000)
     parser.add_argument("--seconds", type=float, default=4.0)
     parser.add_argument("--only", nargs="*", default=None)
