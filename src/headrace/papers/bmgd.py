@@ -202,7 +202,8 @@ def write_pl(page: Page, numbers: Numbers) -> None:
         "buffers. The "
         "expected shape: a straight line on this scale, then a floor that falls with the step size and "
         "rises with the "
-        f"rounds. Medians of {numbers['seeds']} seeds; low is good."
+        "rounds, until a step so large that every round forgets the others' data: there the floor is that of a fit to "
+        f"the last buffer, and rounds change little. Medians of {numbers['seeds']} seeds; low is good."
     )
     page.lines(
         "Loss above the optimum",
@@ -256,7 +257,11 @@ def images() -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], str]:
 
 
 def train(
-    folder: Path, test: tuple[torch.Tensor, torch.Tensor], schedule: Schedule, seed: int, delay_s: float
+    folder: Path,
+    test: tuple[torch.Tensor, torch.Tensor],
+    schedule: Schedule,
+    seed: int,
+    delay_s: float,
 ) -> list[Numbers]:
     """Train through buffers of an eighth of the data; one entry after every load of the data."""
     torch.manual_seed(seed)
@@ -358,7 +363,8 @@ def write_images(page: Page, numbers: Numbers) -> None:
             "with the slow disk, s",
         ],
         rows,
-        caption="At equal steps: more loads see fresher samples, fewer loads wait less. High accuracy and low time are good.",
+        caption="At equal steps: more loads see fresher samples, fewer loads wait less. "
+        "High accuracy and low time are good.",
     )
 
 
