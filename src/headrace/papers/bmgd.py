@@ -146,7 +146,7 @@ def write_ols(page: Page, numbers: Numbers) -> None:
     page.table(
         ["K", "R", "K·c", "predicted", "simulated", "± (standard error)"],
         [
-            [r["buffers"], r["rounds"], r["pull"], f"{r['predicted']:.3f}", f"{r['simulated']:.3f}", f"{r['error']:.3f}"]
+            [r["buffers"], r["rounds"], r["pull"], *(f"{r[name]:.3f}" for name in ("predicted", "simulated", "error"))]
             for r in numbers["rows"]
         ],
         caption="Low is good: 1 is least squares itself.",
