@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _walk_kernel(products, gram, bar, signs, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _walk_kernel(products, gram, bar, signs, count: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     column = tl.arange(0, BLOCK)
     inside = column < count
     running = tl.load(products + column, mask=inside, other=0.0)
