@@ -113,6 +113,34 @@ def test_fit_learns_an_order() -> None:
     assert run.metrics[-1]["loss"] < 0.75
 
 
+def test_a_loader_names_its_rows() -> None:
+    """The user's own loop over a Loader: one line, and the signs go to the right rows."""
+    x = torch.randn(32, 6, generator=torch.Generator().manual_seed(0))
+    y = (x[:, 0] > 0).long()
+    loader = headrace.Loader((x, y), batch_size=8, order="balanced", device="cpu", seed=0)
+    net = nn.Linear(6, 2)
+    assert isinstance(loader.order, BalancedOrder)
+    loader.order.watch(net)
+    used = []
+    for _ in range(3):
+        for xb, yb in loader:
+            used.append([int((x == row).all(1).nonzero()[0, 0]) for row in xb])
+            F.cross_entropy(net(xb), yb).backward()
+    loader.order.end_epoch()
+    assert len(loader.order.drift) == 3
+    epochs = [[row for rows in used[4 * e : 4 * e + 4] for row in rows] for e in range(3)]
+    assert all(sorted(rows) == list(range(32)) for rows in epochs)
+    by_hand = BalancedOrder(32)
+    by_hand.watch(net)
+    by_hand._order = torch.tensor(epochs[0])
+    for expected in epochs:
+        rows = next(by_hand.epoch())
+        assert rows.tolist() == expected
+        for part in rows.split(8):
+            by_hand.begin_batch(part)
+            F.cross_entropy(net(x[part]), y[part]).backward()
+
+
 def test_only_static_steps_are_said_to_be_capturable() -> None:
     assert BalancedOrder(8).capturable(4)
     assert not BalancedOrder(8).capturable(3)

@@ -28,11 +28,12 @@ from headrace.engine.placement import place
 from headrace.engine.residence import gather, resolve_device, workload
 from headrace.engine.wiring import LoaderOptions, make_feed, resume_feed
 from headrace.errors import DataError, OptionError, WorkerError, unknown
+from headrace.order.balanced import BalancedOrder
 from headrace.order.basic import SequentialOrder, ShuffledOrder, mixed_seed, permutation
 from headrace.source import open_source
 from headrace.types import Buffer, Column, Columns, Order, Plan, Source, State
 
-ORDERS = ("shuffled", "sequential")
+ORDERS = ("shuffled", "sequential", "balanced")
 STATE_VERSION = 1
 
 Transform = Callable[[Tensor], Tensor]
@@ -163,6 +164,9 @@ class Loader:
             for start, stop in self.bounds(buffer):
                 batch = self.batch(buffer, start, stop)
                 self.consumed(stop - start)
+                if isinstance(self.order, BalancedOrder):
+                    positions = buffer.order[start:stop]
+                    self.order.begin_batch(positions if buffer.row_ids is None else buffer.row_ids[positions])
                 yield tuple(batch.values())
 
     def batch(self, buffer: Buffer, start: int, stop: int) -> Columns:
@@ -362,6 +366,8 @@ def make_order(order: str | Order, rows: int, seed: int, device: torch.device) -
         return ShuffledOrder(rows, seed, device)
     if order == "sequential":
         return SequentialOrder(rows, seed, device)
+    if order == "balanced":
+        return BalancedOrder(rows, seed=seed, device=device)
     if isinstance(order, str):
         raise unknown("order", order, ORDERS)
     if not isinstance(order, Order):
