@@ -320,6 +320,20 @@ def test_validation_and_unused_passes_consume_no_rows() -> None:
     assert len(sampler.drift) == 2
 
 
+def test_copies_of_a_watched_model_are_not_watched() -> None:
+    sampler, _, net, _ = setup(n=8)
+    sampler.watch(net)
+    list(sampler)
+    x, y, _ = data(8).tensors
+    averaged = torch.optim.swa_utils.AveragedModel(net)
+    F.cross_entropy(averaged(x), y).backward()
+    F.cross_entropy(copy.deepcopy(net)(x), y).backward()
+    assert sampler.order.learner is not None
+    assert sampler.order.learner.seen == 0
+    F.cross_entropy(net(x), y).backward()
+    assert sampler.order.learner.seen == 8
+
+
 def test_two_passes_and_one_backward_are_two_batches() -> None:
     net = model()
     x, y, _ = data(8).tensors

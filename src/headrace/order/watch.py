@@ -76,8 +76,9 @@ class Watcher:
         self._inside = False
         self._queue: deque[Record] = deque()
         self._handles: list[Any] = [
-            model.register_forward_pre_hook(self._begin, with_kwargs=True),
-            model.register_forward_hook(self._end, always_call=True),
+            # Plain functions: copy.deepcopy(model) would copy a bound method's whole watcher with it.
+            model.register_forward_pre_hook(lambda m, a, k: self._begin(m, a, k), with_kwargs=True),
+            model.register_forward_hook(lambda m, a, o: self._end(m, a, o), always_call=True),
         ]
         self._names = {module: name or type(module).__name__ for name, module in model.named_modules()}
         if tap_layers:
@@ -126,13 +127,15 @@ class Watcher:
         self._queue.clear()
 
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if not torch.is_grad_enabled() or self._in_backward():
+        if module is not self.model or not torch.is_grad_enabled() or self._in_backward():
             return
         self.settle()
         self._open = self._new_record((args, kwargs))
         self._inside = True
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        if module is not self.model:
+            return
         if (
             self._inside
             and self.check_output is not None
@@ -168,8 +171,8 @@ class Watcher:
 
     def _make_tap(self, maker: Maker) -> Callable[..., Any]:
         def tap(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-            if not torch.is_grad_enabled() or module in self._silent:
-                return None
+            if not torch.is_grad_enabled() or module in self._silent or module not in self._names:
+                return None  # the last: a copy of the model, which took the hooks along
             record = self._record_for((args, kwargs))
             if record is None:
                 return None
