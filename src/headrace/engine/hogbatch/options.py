@@ -49,7 +49,8 @@ class HogbatchOptions:
     processes: bool | str = "auto"
     """CPU workers as processes; `auto`: threads for chains, whose steps release the interpreter lock."""
     merge_every: int | str = "auto"
-    """Local steps of a CPU worker between merges; 1 updates the shared parameters directly."""
+    """Local steps of a CPU worker between merges; 1 updates the shared parameters directly; `auto`: 16 for
+    four or more workers with batches below 32, else 1."""
     device_local_steps: int = 8
     """Local steps of a device worker between merges."""
     staleness_bound: int | None = None

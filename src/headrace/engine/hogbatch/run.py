@@ -43,9 +43,11 @@ TICK_S = 0.1
 
 METRICS_S = 0.5
 
-MERGE_BELOW = 32
-"""Batches below this use replicas where two or more CPU workers share dense weights. Measured on two cores:
-direct updates scale 1.9 × from 64 rows on, and fall behind one worker alone at one row."""
+MERGE_BELOW, MERGE_FROM = 32, 4
+"""Batches below the one use replicas where at least the other number of CPU workers shares dense weights. On
+two cores direct updates were never slower than replicas merged every 16 steps (0.81 against 0.73 of one worker
+at one row, 1.25 against 1.20 at 16, 1.69 against 1.49 at 64). From four workers on it is a guess: every further
+core adds traffic to a direct update and none to a local step."""
 
 LOCAL_STEPS = 16
 
@@ -137,7 +139,7 @@ class Run:
     def _choose_merging(self) -> int:
         if self.options.merge_every != "auto":
             return int(self.options.merge_every)
-        if self.options.cpu > 1 and self.options.batch_size < MERGE_BELOW:
+        if self.options.cpu >= MERGE_FROM and self.options.batch_size < MERGE_BELOW:
             self.notes.append(
                 f"each CPU worker merges a private copy every {LOCAL_STEPS} steps: several cores that update "
                 f"one copy at batches below {MERGE_BELOW} wait for each other's cache lines"
