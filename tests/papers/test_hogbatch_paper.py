@@ -21,7 +21,7 @@ def test_the_page_has_every_method(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     np.savez(tmp_path / "covtype.npz", X=x, y=y)
     monkeypatch.setenv("HEADRACE_DATA", str(tmp_path))
     out = tmp_path / "out"
-    page = run_paper("hogbatch", PaperOptions(out=out, seconds=6.0, seeds=1, device="cpu", only=("covtype",)))
+    page = run_paper("hogbatch", PaperOptions(out=out, seconds=1.5, seeds=1, device="cpu", only=("covtype",)))
     numbers = json.loads((out / "hogbatch.json").read_text())
     found = numbers["curves"]["covtype"]
     assert set(found) == {
