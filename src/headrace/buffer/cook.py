@@ -44,7 +44,8 @@ class SpanCook:
         self.spans = {
             lane.name: spans[lane.name]
             for lane in self.lanes
-            if lane.name in spans and (lane.name in self.wide or block == 0 or block >= FEW_ROWS)
+            if lane.name in spans
+            and (lane.name in self.wide or block == 0 or block >= FEW_ROWS or stored[lane.name].is_meta)
         }
         self._all_spans = spans
         self.files = FileReader(direct=direct)

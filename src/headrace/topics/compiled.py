@@ -38,8 +38,12 @@ def announce(what: str, patience_s: float = PATIENCE_S) -> Iterator[None]:
 
     def wait() -> None:
         if not done.wait(patience_s):
+            say(f"headrace: compiling {what}, once on this machine ...", end="")
             done.wait()
-            print(f" {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)  # noqa: T201
+            say(f" {time.monotonic() - started:.0f} s")
+
+    def say(text: str, end: str = "\n") -> None:
+        print(text, end=end, file=sys.stderr, flush=True)  # noqa: T201 - progress belongs on stderr
 
     watcher = threading.Thread(target=wait, name="headrace-compiling", daemon=True)
     watcher.start()

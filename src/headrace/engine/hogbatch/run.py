@@ -264,6 +264,7 @@ class Run:
         row = self._row()
         self.observer.metrics({**row, "kind": "epoch", "epoch": epoch, "step": row["updates"], "loss": mean})
         self._trained_s = self._seconds()
+        self.observer.resumable(self.coordinator.state_dict())
         stop = self.observer.epoch_ended(epoch)
         self._clock = time.perf_counter()
         if stop:
