@@ -226,6 +226,15 @@ def test_a_stopped_run_resumes_where_it_was(limit: dict[str, Any]) -> None:
         module, columns, F.cross_entropy, options(cpu=2, epochs=first.epochs + 1), resume=first.state
     )
     assert second.rows - first.rows == missing
+    assert second.updates > first.updates
+    third = run_hogbatch(
+        module,
+        columns,
+        F.cross_entropy,
+        options(cpu=2, epochs=400, updates=first.updates),
+        resume=first.state,
+    )
+    assert third.updates < first.updates + 300  # at once, but for what was handed out before the first look
     assert second.epochs == first.epochs + 1
 
 

@@ -59,9 +59,9 @@ class HogbatchOptions:
     """Keep each CPU worker on a core of its own; `auto`: when a core is left for the coordinator."""
     epochs: int = 1
     updates: int | None = None
-    """End after this many updates of all workers together."""
+    """End after this many updates of all workers together, counting those before a resume."""
     seconds: float | None = None
-    """End after this much training time."""
+    """End after this much training time, not counting what came before a resume."""
     seed: int = 0
     hang_s: float = 60.0
     """A worker that makes no update for so long is replaced; it must exceed one step's time by far."""

@@ -167,9 +167,10 @@ class Run:
             self._order = self.data.views()["order"]
 
     def start(self, resume: dict[str, Any] | None) -> None:
-        self._remaining = None
+        self._remaining, self._resumed_from = None, 0
         if resume is not None:
             self.coordinator.load_state_dict(resume)
+            self._resumed_from = sum(self.coordinator.updates().values())
             saved = resume["remaining"]
             self._remaining = None if saved is None else [(int(a), int(b)) for a, b in saved]
         for note in self.notes:
@@ -398,7 +399,7 @@ class Run:
             self.observer.metrics(self._row())
         if self._halted:
             return
-        made = int(self.board.cells[:, UPDATES].sum())
+        made = self._resumed_from + int(self.board.cells[:, UPDATES].sum())
         if self.options.updates is not None and made >= self.options.updates:
             self._halt("updates")
         elif self.options.seconds is not None and seconds >= self.options.seconds:
@@ -411,6 +412,7 @@ class Run:
 
     def _row(self) -> dict[str, Any]:
         row = live_row(self.coordinator, self.board, self.rows_of, self._seconds(), self.coordinator.epoch)
+        row["updates"] += self._resumed_from
         row["loss"] = self._epoch_loss / max(1, self._epoch_rows)
         return row
 
