@@ -1,7 +1,8 @@
 """The whole kernel matrix, kept when it fits: later epochs then cost one pass over memory.
 
-It is symmetric, so only the blocks on and above the diagonal are computed; the others are their transposes. Kept in
-half precision it is read as such and multiplied in float32: weights in half precision would stall training.
+It is symmetric, so only the blocks on and above the diagonal are computed; the others are their transposes.
+Kept in half precision it is read as such and multiplied in float32: weights in half precision would stall
+training.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ class KernelCache:
                 if direct:
                     block = product.evaluate(left, low, high, matrix[start:stop, low:high])
                 else:
-                    block = product.evaluate(left, low, high, product.buffer("block", stop - start, high - low))
+                    block = product.evaluate(
+                        left, low, high, product.buffer("block", stop - start, high - low)
+                    )
                     matrix[start:stop, low:high] = block
                 if high > stop:
                     beyond = max(low, stop)

@@ -1,8 +1,8 @@
 """Leading eigenvalues and eigenvectors of a symmetric positive matrix, on its own device.
 
-Up to `DENSE_LIMIT` rows the whole system is solved (``eigh``). Beyond, a randomised block Krylov space of depth
-`DEPTH` is built in the matrix's own precision and the Rayleigh–Ritz step, which decides how good the values are, is
-done in float64. Not LOBPCG: it was 64 of 65 seconds of the authors' own code on MNIST.
+Up to `DENSE_LIMIT` rows the whole system is solved (``eigh``). Beyond, a randomised block Krylov space of
+depth `DEPTH` is built in the matrix's own precision and the Rayleigh–Ritz step, which decides how good the
+values are, is done in float64. Not LOBPCG: it was 64 of 65 seconds of the authors' own code on MNIST.
 """
 
 from __future__ import annotations

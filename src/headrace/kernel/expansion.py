@@ -1,8 +1,9 @@
 """f = Σ k(·, z_i) a_i: the centres and their weights, on one device or split over several.
 
-Each part holds a contiguous range of the centres. Values are the sum of the parts' products; a batch's left operand
-(small) travels to every device, the weights (large) never travel. The subsample S lies in the first part.
-Batches are strided slices ``slice(j, None, batches)`` of the centres, so that updating them needs no index.
+Each part holds a contiguous range of the centres. Values are the sum of the parts' products; a batch's left
+operand (small) travels to every device, the weights (large) never travel. The subsample S lies in the first
+part. Batches are strided slices ``slice(j, None, batches)`` of the centres, so that updating them needs no
+index.
 """
 
 from __future__ import annotations
@@ -82,7 +83,9 @@ class Expansion:
 
 
 def rows_within(rows: slice, start: int, stop: int) -> tuple[slice, slice]:
-    """Which rows of the range [start, stop) a strided slice holds: (slice inside the range, slice of the batch)."""
+    """Which rows of the range [start, stop) a strided slice holds: (slice inside the range, slice of the
+    batch).
+    """
     first, step = rows.start, rows.step
     low = max(0, -(-(start - first) // step))
     high = max(low, -(-(stop - first) // step))

@@ -1,11 +1,11 @@
 """The numbers of EigenPro 2.0, as pure functions of eigenvalues (Ma & Belkin, MLSys 2019).
 
-Symbols of the paper beside our words: β ``peak`` (largest value of the kernel's diagonal), λ ``eigenvalues`` of
-K_SS/s in descending order, q ``directions``, m ``batch``, η ``step``, a ``exponent``. ``shift`` is ridge/n: a
-ridge adds it to every eigenvalue, and everything below holds for the shifted spectrum.
+Symbols of the paper beside our words: β ``peak`` (largest value of the kernel's diagonal), λ ``eigenvalues``
+of K_SS/s in descending order, q ``directions``, m ``batch``, η ``step``, a ``exponent``. ``shift`` is
+ridge/n: a ridge adds it to every eigenvalue, and everything below holds for the shifted spectrum.
 
-Why it works: a batch larger than β/λ₁ + 1 makes no more progress per batch. Flattening the top of the spectrum
-to λ_q moves that limit to about β/λ_q without moving the solution.
+Why it works: a batch larger than β/λ₁ + 1 makes no more progress per batch. Flattening the top of the
+spectrum to λ_q moves that limit to about β/λ_q without moving the solution.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ def damped_top(
 def step_size(batch: int, *, peak: float, top: float, rows: int | None = None) -> float:
     """η for batches of ``batch``, where ``peak`` and ``top`` are those of the flattened kernel.
 
-    A batch that holds all ``rows`` has no sampling noise, so its step is that of plain gradient descent, 1/λ̃.
+    A batch that holds all ``rows`` has no sampling noise, so its step is that of plain gradient descent,
+    1/λ̃.
     """
     if rows is not None and batch >= rows:
         return 1.0 / top

@@ -1,9 +1,10 @@
 """Kernel functions: what each one is, and how a block of products becomes a block of kernel values in place.
 
-A radial kernel is a function of t = ‖x−z‖²/bandwidth². A dot-product kernel is a function of the inner product of
-rows that were scaled by the bandwidth and given a constant feature. ``apply`` works in place on a block of t (or of
-inner products) and may use ``scratch``, a second block of the same shape, when ``needs_scratch`` says so. Factors
-inside a kernel are moved into the rows (``row_scale``), so that ``apply`` passes over the block as seldom as it can.
+A radial kernel is a function of t = ‖x−z‖²/bandwidth². A dot-product kernel is a function of the inner
+product of rows that were scaled by the bandwidth and given a constant feature. ``apply`` works in place on a
+block of t (or of inner products) and may use ``scratch``, a second block of the same shape, when
+``needs_scratch`` says so. Factors inside a kernel are moved into the rows (``row_scale``), so that ``apply``
+passes over the block as seldom as it can.
 
 All built-in kernels but ``polynomial`` have k(x, x) = 1.
 """
@@ -72,7 +73,8 @@ def _matern52(t: Tensor, scratch: Tensor | None) -> None:
 
 def _ntk(u: Tensor, scratch: Tensor | None) -> None:
     # (u·κ₀ + κ₁)/2 = (2u(π − arccos u) + √(1−u²)) / 2π, the neural tangent kernel of one hidden ReLU layer.
-    # Rounding leaves the cosine of a row with itself just under 1, where arccos is steep: stretch, then clamp.
+    # Rounding leaves the cosine of a row with itself just under 1, where arccos is steep: stretch, then
+    # clamp.
     assert scratch is not None
     u.mul_(1 + 8 * torch.finfo(u.dtype).eps).clamp_(-1, 1)
     torch.acos(u, out=scratch)

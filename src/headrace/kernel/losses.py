@@ -1,9 +1,9 @@
 """Losses as the gradient that one batch contributes, scaled so that the curvature is at most one.
 
-Both losses become the same problem for the solver: rows of G that vanish at the optimum, and a ridge. Squared loss
-minimises ½Σ w (f−y)² + ½ ridge‖f‖², which is scikit-learn's ``KernelRidge(alpha=ridge)``. Logistic loss minimises
-Σ w ℓ(f, y) + ½ ridge‖f‖²; its curvature is at most ¼ (two classes) or ½ (softmax), so the gradient and the ridge are
-divided by that and the step sizes of the squared loss are safe for it.
+Both losses become the same problem for the solver: rows of G that vanish at the optimum, and a ridge.
+Squared loss minimises ½Σ w (f−y)² + ½ ridge‖f‖², which is scikit-learn's ``KernelRidge(alpha=ridge)``.
+Logistic loss minimises Σ w ℓ(f, y) + ½ ridge‖f‖²; its curvature is at most ¼ (two classes) or ½ (softmax),
+so the gradient and the ridge are divided by that and the step sizes of the squared loss are safe for it.
 """
 
 from __future__ import annotations

@@ -1,15 +1,17 @@
-"""Rows as operands: how the rows of X become the two sides of one matrix product that yields a kernel's argument.
+"""Rows as operands: how the rows of X become the two sides of one matrix product that yields a kernel's
+argument.
 
-For a radial kernel the right operand of a row v (centred, divided by the bandwidth) is [v, |v|², 1] and the left one
-is [−2v, 1, |v|²]. Their inner product *is* the squared distance, so norms cost no pass of their own over a block.
+For a radial kernel the right operand of a row v (centred, divided by the bandwidth) is [v, |v|², 1] and the
+left one is [−2v, 1, |v|²]. Their inner product *is* the squared distance, so norms cost no pass of their own
+over a block.
 
 Two rules keep distances honest in float32:
 
 - Rows are centred on the training mean first; rounding grows with the norm, not with the distance.
-- Norms are made smaller by a few units of rounding. What would have been a tiny distance of either sign between a
-  row and itself, or a copy of it, then always clamps to zero, and k(x, x) is exactly 1. (Without this the square root
-  in the Laplacian kernel turns an error of 1e-7 into one of 3e-4.) Other distances change by no more than they were
-  uncertain by.
+- Norms are made smaller by a few units of rounding. What would have been a tiny distance of either sign
+  between a row and itself, or a copy of it, then always clamps to zero, and k(x, x) is exactly 1. (Without
+  this the square root in the Laplacian kernel turns an error of 1e-7 into one of 3e-4.) Other distances
+  change by no more than they were uncertain by.
 
 A product in TF32 would round the norms, so there they are added apart, in float32 (``exact_norms``).
 
@@ -24,6 +26,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.errors import DataError
@@ -31,6 +34,9 @@ from headrace.kernel.functions import KernelFunction, call_user_kernel
 
 ROUNDING_UNITS = 8
 """By how many units of rounding norms shrink. A guess that holds for 4 to 4000 features (tests/kernel)."""
+
+
+PIECE_ROWS = 2048
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,32 +55,27 @@ class Operands:
         """Columns of an operand."""
         return features + {"radial": 2, "dot": 1, "callable": 0}[self.kernel.family]
 
-    def right(self, rows: Any) -> Tensor:
-        """The right operand of rows: a tensor or array (made dense), or a scipy CSR matrix (kept sparse)."""
+    def right(self, rows: Any, order: NDArray[np.int64] | None = None) -> Tensor:
+        """The right operand of ``rows``, or of ``rows[order]``: dense from an array, CSR from a scipy
+        matrix.
+        """
         if hasattr(rows, "tocsr"):
-            return self._right_sparse(rows.tocsr())
-        if isinstance(rows, Tensor):
-            source = rows
-        else:
-            # torch has no unsigned types beyond uint8, and warns about read-only arrays
-            array = np.asarray(rows)
-            if array.dtype.kind == "u" and array.dtype.itemsize > 1:
-                array = array.astype(np.int64)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)
-                source = torch.from_numpy(np.ascontiguousarray(array))
-        if self.kernel.family == "callable":
-            return source.to(self.device, self.dtype)
-        n, d = source.shape
+            return self._right_sparse(rows.tocsr() if order is None else rows.tocsr()[order])
+        n = rows.shape[0] if order is None else len(order)
+        d = rows.shape[1]
         out = torch.empty(n, self.width(d), dtype=self.dtype, device=self.device)
         # In pieces, so that temporaries stay small beside the operand itself.
-        for start in range(0, n, 8192):
-            piece = source[start : start + 8192].to(self.device, self.dtype)
-            self._fill(out[start : start + 8192], piece)
+        for start in range(0, n, PIECE_ROWS):
+            stop = min(n, start + PIECE_ROWS)
+            piece = rows[start:stop] if order is None else rows[order[start:stop]]
+            self._fill(out[start:stop], tensor_of(piece).to(self.device, self.dtype))
         return out
 
     def _fill(self, out: Tensor, piece: Tensor) -> None:
         d = piece.shape[1]
+        if self.kernel.family == "callable":
+            out.copy_(piece)
+            return
         scale = self.kernel.row_scale / self.bandwidth
         if self.kernel.family == "radial":
             values = out[:, :d]
@@ -126,7 +127,9 @@ class Operands:
         out[:, d + 1] = dense[:, d]
         return out
 
-    def evaluate(self, left_mk: Tensor, right_nk: Tensor, out: Tensor, scratch: Tensor | None = None) -> Tensor:
+    def evaluate(
+        self, left_mk: Tensor, right_nk: Tensor, out: Tensor, scratch: Tensor | None = None
+    ) -> Tensor:
         """The kernel's values of all pairs, written into ``out`` (m×n)."""
         kernel = self.kernel
         if kernel.family == "callable":
@@ -160,6 +163,18 @@ class Operands:
             call_user_kernel(self.kernel, piece, piece).diagonal() for piece in torch.split(right_nk, 256)
         ]
         return torch.cat(pieces)
+
+
+def tensor_of(piece: Any) -> Tensor:
+    """A tensor of a block of rows, whatever numeric type it has."""
+    if isinstance(piece, Tensor):
+        return piece
+    array = np.asarray(piece)
+    if array.dtype.kind == "u" and array.dtype.itemsize > 1:
+        array = array.astype(np.float64)  # torch knows no unsigned integers beyond one byte here
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # about read-only arrays, which are only read
+        return torch.from_numpy(np.ascontiguousarray(array))
 
 
 def csr_tensor(

@@ -1,8 +1,10 @@
-"""The preconditioner of EigenPro 2.0: what is subtracted from a batch's gradient, expressed on the subsample S.
+"""The preconditioner of EigenPro 2.0: what is subtracted from a batch's gradient, expressed on the subsample
+S.
 
 The gradient of a batch B is Σ_B g_b k(x_b, ·). Removing the part along the leading eigenfunctions of S adds
-(1/s) V D Vᵀ K(S, B) g to the weights of S, where V = W½U holds the eigenvectors of W½ K_SS W½/s scaled by the roots of
-the sample weights (W = 1 without weights). The solution does not move: where all g vanish, so does the correction.
+(1/s) V D Vᵀ K(S, B) g to the weights of S, where V = W½U holds the eigenvectors of W½ K_SS W½/s scaled by
+the roots of the sample weights (W = 1 without weights). The solution does not move: where all g vanish, so
+does the correction.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ from headrace.kernel.operands import slice_rows
 from headrace.kernel.products import KernelProduct
 
 PEAK_ROWS = 20_000
-"""Rows on which the largest deflated diagonal is looked for; they are a random subset, since rows are permuted."""
+"""Rows on which the largest deflated diagonal is looked for; they are a random subset, since rows are
+permuted.
+"""
 
 PRECISION_UNITS = 1000
 """Eigenvalues below this many units of rounding of the largest are noise, and are not used to flatten by."""
@@ -79,8 +83,8 @@ def build_preconditioner(
 ) -> Preconditioner:
     """The preconditioner from the first ``samples`` centres, for batches of ``batch`` out of ``rows``.
 
-    ``deterministic`` says that a batch holds all rows and S all of them too: no sampling noise limits q then, only
-    the precision of the eigenvalues, and the damping is exact.
+    ``deterministic`` says that a batch holds all rows and S all of them too: no sampling noise limits q
+    then, only the precision of the eigenvalues, and the damping is exact.
     """
     operands = product.operands
     head = slice_rows(product.right_pk, 0, samples)
@@ -125,7 +129,9 @@ def build_preconditioner(
 
 
 def count_for_batch(samples: int, batch: int) -> int:
-    """How many eigenpairs to ask for when not all are wanted: no batch needs more directions than examples."""
+    """How many eigenpairs to ask for when not all are wanted: no batch needs more directions than
+    examples.
+    """
     return min(samples, max(batch, 64))
 
 
@@ -137,8 +143,7 @@ def deflated_peak(
     row_weights_n: Tensor | None,
 ) -> float:
     """β: the largest w(x)·[k(x, x) − (1/s) Σ D_j (K(x, S) v_j)²] over the first rows."""
-    samples, directions = vectors_sk.shape
-    if directions == 0:
+    if vectors_sk.shape[1] == 0:
         return float(diagonal_n.max())
     scaled = vectors_sk * coefficients_k.sqrt()
     best = torch.full((), -math.inf, dtype=diagonal_n.dtype, device=diagonal_n.device)
@@ -164,6 +169,7 @@ def check_positive(eigenvalues: NDArray[np.float64], name: str) -> None:
         )
     if bottom < -NEGATIVE_TOLERANCE * top:
         raise ModelError(
-            f"kernel {name} is not positive: on {len(eigenvalues)} rows its eigenvalues run from {bottom:.3g} to "
+            f"kernel {name} is not positive: on {len(eigenvalues)} rows its eigenvalues run from "
+            f"{bottom:.3g} to "
             f"{top:.3g}; a kernel must be positive semidefinite, k(x, z) = ⟨φ(x), φ(z)⟩"
         )

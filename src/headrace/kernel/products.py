@@ -1,8 +1,8 @@
 """Kernel products in blocks: f = K(B, Z)·A without ever holding more of K than a block.
 
-A block is m × ``block_rows`` values, chosen to stay in the CPU's second-level cache, where the passes that turn
-distances into kernel values cost little beside the product. On CUDA a fused Triton kernel does the same in registers.
-Scratch memory is allocated once and reused by every block.
+A block is m × ``block_rows`` values, chosen to stay in the CPU's second-level cache, where the passes that
+turn distances into kernel values cost little beside the product. On CUDA a fused Triton kernel does the same
+in registers. Scratch memory is allocated once and reused by every block.
 """
 
 from __future__ import annotations
@@ -90,7 +90,9 @@ class KernelProduct:
         result = torch.zeros(m, c, dtype=weights_sc.dtype, device=weights_sc.device)
         return self._accumulate(left_mk, weights_sc, 0, s, result)
 
-    def _accumulate(self, left_mk: Tensor, weights_pc: Tensor, start: int, stop: int, result: Tensor) -> Tensor:
+    def _accumulate(
+        self, left_mk: Tensor, weights_pc: Tensor, start: int, stop: int, result: Tensor
+    ) -> Tensor:
         m = left_mk.shape[0]
         step = max(1, min(stop - start, self.block_values // max(1, m)))
         for low in range(start, stop, step):
@@ -102,7 +104,7 @@ class KernelProduct:
     def predict(self, rows: Any, weights_pc: Tensor, batch: int) -> Tensor:
         """f(rows) for any number of rows, ``batch`` at a time; the answer lies on the CPU."""
         n = rows.shape[0]
-        out = torch.empty(n, weights_pc.shape[1], dtype=weights_pc.dtype)
+        out = torch.zeros(n, weights_pc.shape[1], dtype=weights_pc.dtype)
         for start in range(0, n, batch):
             right = self.operands.right(rows[start : start + batch])
             out[start : start + batch] = self.multiply(self.operands.left(right), weights_pc)
@@ -113,7 +115,5 @@ class KernelProduct:
             return None
         return self.buffer("scratch", m, columns)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> KernelProduct:
-        return KernelProduct(
-            self.operands, self.right_pk, block_values=self.block_values, fused=self.fused
-        )
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_buffers": {}}

@@ -3,12 +3,12 @@
 One step on a batch B: G = w·(f(B) − Y) + ridge·A_B;  A_B −= (η/m) G;  A_S += (η/m)(1/s) V D Vᵀ K(S, B) G.
 K(S, B) is the part of K(B, X) that belongs to the first s rows, since S stands first.
 
-A ridge enters through the batch's own weights only. That makes it a kernel with ridge/w added to its diagonal, so the
-noise of sampling vanishes at the solution with a ridge just as it does without.
+A ridge enters through the batch's own weights only. That makes it a kernel with ridge/w added to its
+diagonal, so the noise of sampling vanishes at the solution with a ridge just as it does without.
 
-Batches are the residue classes of the row number, in a new order each epoch; rows were shuffled once before. Nothing
-reads a value from an accelerator inside an epoch. When the residual grows, weights go back to the start of the epoch,
-the step is halved, and the event is recorded.
+Batches are the residue classes of the row number, in a new order each epoch; rows were shuffled once before.
+Nothing reads a value from an accelerator inside an epoch. When the residual grows, weights go back to the
+start of the epoch, the step is halved, and the event is recorded.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ from headrace.kernel.losses import Loss
 from headrace.kernel.precondition import Preconditioner
 
 GROWTH = 1.1
-"""An epoch's mean squared residual may be this much above the smallest before; noise stays far below on real data."""
+"""An epoch's mean squared residual may be this much above the smallest before; noise stays far below on real
+data.
+"""
 GROWTH_INSIDE = 4.0
 """The same inside an epoch, where a tenth of the batches is the evidence."""
 FLOOR = 1e-20
@@ -46,6 +48,10 @@ class Problem:
     ridge: float = 0.0
     row_weights_n: Tensor | None = None
     cache: KernelCache | None = None
+    first_row: int = 0
+    """Batches are drawn from the rows from here on; the others keep what they have, but for the correction
+    of S.
+    """
 
 
 @dataclass(kw_only=True)
@@ -98,7 +104,9 @@ def solve(problem: Problem, preconditioner: Preconditioner, course: Course) -> O
     while outcome.epochs < course.epochs:
         kept = [weights.clone() for weights in problem.expansion.weights()]
         try:
-            square = _epoch(problem, preconditioner, course, outcome.step, momentum, smallest, first, generator)
+            square = _epoch(
+                problem, preconditioner, course, outcome.step, momentum, smallest, first, generator
+            )
             if not square <= max(GROWTH * smallest, FLOOR * first):
                 raise _Grown
         except _Grown:
@@ -126,7 +134,8 @@ def _retreat(
     outcome.step /= 2
     if outcome.halvings > MOST_HALVINGS:
         raise DivergenceError(
-            f"the residual still grows after the step was halved {MOST_HALVINGS} times, to {outcome.step:.3g}; "
+            f"the residual still grows after the step was halved {MOST_HALVINGS} times, to "
+            f"{outcome.step:.3g}; "
             "is the kernel positive semidefinite, and are X and y free of huge values?"
         )
     course.say(f"the residual grew: the step is halved to {outcome.step:.4g} and the epoch starts again")
@@ -135,20 +144,20 @@ def _retreat(
 def initial_square(problem: Problem) -> float:
     """The mean squared residual of the zero function."""
     total, n = 0.0, problem.targets_nc.shape[0]
-    for start in range(0, n, 65536):
+    for start in range(problem.first_row, n, 65536):
         targets = problem.targets_nc[start : start + 65536]
         gradient = problem.loss.gradient(torch.zeros_like(targets), targets)
         if problem.row_weights_n is not None:
             gradient = gradient * problem.row_weights_n[start : start + 65536, None]
         total += float(gradient.double().square().sum())
-    return total / n
+    return total / (n - problem.first_row)
 
 
-def batches(rows: int, batch: int, generator: torch.Generator) -> Iterator[slice]:
+def batches(first: int, stop: int, batch: int, generator: torch.Generator) -> Iterator[slice]:
     """Residue classes of the row number, in random order."""
-    count = -(-rows // batch)
+    count = -(-(stop - first) // batch)
     for start in torch.randperm(count, generator=generator).tolist():
-        yield slice(start, rows, count)
+        yield slice(first + start, stop, count)
 
 
 def _epoch(
@@ -162,7 +171,7 @@ def _epoch(
     generator: torch.Generator,
 ) -> float:
     """One pass; the mean squared residual seen on the way."""
-    n = problem.targets_nc.shape[0]
+    first_row, n = problem.first_row, problem.targets_nc.shape[0]
     stepper = (
         _PlainStepper(problem, preconditioner, step)
         if momentum is None
@@ -170,8 +179,8 @@ def _epoch(
     )
     total = torch.zeros((), dtype=torch.float64, device=problem.targets_nc.device)
     part_total, part_rows, checked = 0.0, 0, 0
-    every = max(1, -(-n // course.batch) // 10)
-    for number, rows in enumerate(batches(n, course.batch, generator), start=1):
+    every = max(1, -(-(n - first_row) // course.batch) // 10)
+    for number, rows in enumerate(batches(first_row, n, course.batch, generator), start=1):
         total += stepper.step(rows)
         part_rows += len(range(rows.start, n, rows.step))
         if course.check_inside and number % every == 0:
@@ -181,7 +190,7 @@ def _epoch(
             if not mean <= max(GROWTH_INSIDE * smallest, FLOOR * first):
                 raise _Grown
     stepper.finish()
-    return float(total) / n
+    return float(total) / (n - first_row)
 
 
 class _PlainStepper:
@@ -225,7 +234,10 @@ class _PlainStepper:
 
         device = parts[0].product.operands.device
         return torch.cat(
-            [left_rows(part.product, rows_within(rows, part.start, part.stop)[0]).to(device) for part in parts]
+            [
+                left_rows(part.product, rows_within(rows, part.start, part.stop)[0]).to(device)
+                for part in parts
+            ]
         )
 
     def step(self, rows: slice) -> Tensor:
