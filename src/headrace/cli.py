@@ -22,6 +22,87 @@ app = typer.Typer(
 
 
 @app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for data and run.")] = Path("runs/demo"),
+) -> None:
+    """Train a small network on bundled data, stop it, resume it, and write a report: under a minute."""
+    from headrace.engine.demo import demo as run_demo
+
+    run_demo(out)
+
+
+@app.command()
+def train(
+    data: Annotated[
+        str | None, typer.Argument(help="A folder of .npy columns, .npz, Parquet, CSV, images, LIBSVM.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="linear, mlp, mlp:256,128, lenet, resnet9 or path.py:factory.")
+    ] = None,
+    loss: Annotated[str | None, typer.Option(help="cross_entropy, mse, bce, l1, huber, nll.")] = None,
+    optimizer: Annotated[str | None, typer.Option(help="A name from torch.optim: sgd, adam, adamw.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Step size.")] = None,
+    momentum: Annotated[float | None, typer.Option(help="Passed to the optimizer.")] = None,
+    weight_decay: Annotated[float | None, typer.Option(help="Passed to the optimizer.")] = None,
+    schedule: Annotated[str | None, typer.Option(help="constant, step, cosine, onecycle, plateau.")] = None,
+    epochs: Annotated[float | None, typer.Option(help="Stop after so many passes.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Stop after so many updates.")] = None,
+    seconds: Annotated[float | None, typer.Option(help="Stop after so much time.")] = None,
+    target_loss: Annotated[float | None, typer.Option(help="Stop at this loss.")] = None,
+    early_stop: Annotated[int | None, typer.Option(help="Stop after so many epochs without gain.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Examples per batch.")] = None,
+    accumulate: Annotated[int | None, typer.Option(help="Batches per update.")] = None,
+    clip: Annotated[float | None, typer.Option(help="Largest norm of a gradient.")] = None,
+    precision: Annotated[str | None, typer.Option(help="fp32 or bf16.")] = None,
+    validation: Annotated[
+        str | None, typer.Option(help="A path, or a share of the rows such as 0.1.")
+    ] = None,
+    order: Annotated[str | None, typer.Option(help="shuffled, sequential or balanced.")] = None,
+    buffer: Annotated[str | None, typer.Option(help="auto, device, memory, or bytes such as 2GiB.")] = None,
+    rounds: Annotated[
+        str | None, typer.Option(help="Rounds per buffer for data beyond memory, or auto.")
+    ] = None,
+    workers: Annotated[str | None, typer.Option(help="auto or single.")] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:1.")] = None,
+    capture: Annotated[str | None, typer.Option(help="auto, graph, compile, chain or eager.")] = None,
+    out: Annotated[str | None, typer.Option(help="Folder of the run; runs/... when left out.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier run there.")] = False,
+    seed: Annotated[int | None, typer.Option(help="For order, initial weights and dropout.")] = None,
+    deterministic: Annotated[bool, typer.Option("--deterministic", help="Equal seeds, equal bits.")] = False,
+    log_every: Annotated[int | None, typer.Option(help="Updates between metric rows.")] = None,
+    checkpoint_s: Annotated[float | None, typer.Option(help="Seconds between checkpoints.")] = None,
+    input: Annotated[str | None, typer.Option(help="Name of the input column.")] = None,
+    target: Annotated[str | None, typer.Option(help="Name of the target column.")] = None,
+    config: Annotated[Path | None, typer.Option(help="Start from a run's config.toml.")] = None,
+    resume: Annotated[Path | None, typer.Option(help="Continue this run; other options are kept.")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress bar.")] = False,
+) -> None:
+    """Train a model on data and leave a run folder with weights, metrics and a report."""
+    values = locals()
+    from headrace.engine.command import print_run
+    from headrace.engine.command import train as run_training
+
+    apart = ("data", "model", "config", "resume", "quiet")
+    given = {k: v for k, v in values.items() if k not in apart and v is not None and v is not False}
+    if quiet:
+        given["progress"] = False
+    for name in ("validation", "rounds", "buffer"):
+        if name in given:
+            given[name] = _number_or_text(given[name])
+    print_run(run_training(data, model, given, config=config, resume=resume))
+
+
+def _number_or_text(text: str) -> int | float | str:
+    """``0.1`` and ``4`` as numbers, everything else as it is."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+@app.command()
 def papers(
     name: Annotated[str | None, typer.Argument(help="Which paper; all are listed when left out.")] = None,
     out: Annotated[Path, typer.Option(help="Folder for numbers and page.")] = Path("runs/papers"),
@@ -41,6 +122,47 @@ def papers(
         out=out / name, seconds=seconds, seeds=seeds, device=device, only=tuple(only or ())
     )
     typer.echo(f"page: {run_paper(name, options)}")
+
+
+@app.command()
+def probe(
+    fresh: Annotated[bool, typer.Option("--fresh", help="Measure again.")] = False,
+    path: Annotated[
+        Path, typer.Option(help="A folder on the disk that matters: where the data lies.")
+    ] = Path(),
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
+) -> None:
+    """Measure this machine: cores, memory, disk and accelerators, and what the numbers mean."""
+    from headrace.hardware import measure
+    from headrace.hardware.console import print_hardware
+
+    print_hardware(measure(fresh=fresh, path=path), as_json=as_json)
+
+
+@app.command()
+def doctor() -> None:
+    """Check versions, extras, compiler, CUDA, folders and limits; each with what to do about it."""
+    from headrace.hardware.console import print_checks
+
+    if not print_checks():
+        raise typer.Exit(1)
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Run folders; several are shown side by side.")],
+    out: Annotated[
+        Path | None, typer.Option(help="The page; by default report.html in the run, or here for several.")
+    ] = None,
+    show: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
+) -> None:
+    """Write a page about one run, or about several side by side."""
+    from headrace.report.build import write_report
+
+    page = write_report(runs, out)
+    typer.echo(f"report: {page}")
+    if show:
+        typer.launch(page.resolve().as_uri())
 
 
 def main() -> None:

@@ -1,0 +1,350 @@
+"""Is `headrace.fit` ever slower than the loop that everybody writes, and what does the house cost?
+
+    python benchmarks/bench_house.py [--quick] [--only steps start overhead gpu] [--rounds N] [--json FILE]
+
+Four questions, both sides of each within this one run:
+
+steps     `fit` against the usual loop, a shuffling `DataLoader` over a `TensorDataset` with autograd and
+`torch.optim.SGD`, without workers and with as many as there are cores; the faster of the two counts. The
+54-512-512-512-2 network on random rows and a LeNet on images of MNIST's shape, batch by batch. start
+`import headrace` and `headrace --help`, beside the interpreter's own start. overhead  `fit` with a run
+folder (metrics, timeline, TensorBoard, a checkpoint every second) against `fit` without. gpu       on a
+CUDA device: milliseconds a step and seconds an epoch of LeNet and of the network at batch 64 against a
+`DataLoader` with 8 workers, and the accuracy that both reach.
+
+Sides take turns, and the best round of each counts: other programs only ever make a round slower. Both
+sides begin with the same weights, batch size, step size and number of updates; the losses that they end
+with are printed, since a faster loop that learns less would win nothing. Times begin after the first third
+of the updates.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import headrace as hr
+
+CORES = len(os.sched_getaffinity(0))
+LR = 0.01
+Result = dict[str, float | str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One model on one set of rows."""
+
+    name: str
+    make: Callable[[], nn.Module]
+    x: Tensor
+    y: Tensor
+    batch_size: int
+    updates: int
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(0)
+        return self.make()
+
+
+def network() -> nn.Module:
+    widths = (54, 512, 512, 512, 2)
+    layers: list[nn.Module] = []
+    for a, b in itertools.pairwise(widths):
+        layers += [nn.Linear(a, b), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
+
+
+def lenet() -> nn.Module:
+    return nn.Sequential(
+        *(nn.Conv2d(1, 6, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()),
+        *(nn.Linear(400, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 10)),
+    )
+
+
+def digits(rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """scikit-learn's digits at MNIST's size, repeated with noise to so many rows; every tenth image is held out."""
+    from sklearn.datasets import load_digits
+
+    found = load_digits()
+    images = torch.tensor(found.images, dtype=torch.float32).div_(16)[:, None]
+    images = nn.functional.interpolate(images, size=(28, 28), mode="bilinear")
+    labels = torch.tensor(found.target)
+    held = torch.arange(len(images)) % 10 == 0
+    train_x, train_y = images[~held], labels[~held]
+    generator = torch.Generator().manual_seed(0)
+    pick = torch.randint(0, len(train_x), (rows,), generator=generator)
+    noise = torch.randn(rows, 1, 28, 28, generator=generator) * 0.05
+    return train_x[pick] + noise, train_y[pick], images[held], labels[held]
+
+
+def mlp_case(batch_size: int, scale: float) -> Case:
+    generator = torch.Generator().manual_seed(0)
+    updates = max(60, int(scale * {1: 1500, 16: 1200, 64: 600, 256: 200, 1024: 60}[batch_size]))
+    rows = max(4096, min(65536, updates * batch_size // 3))
+    x = torch.randn(rows, 54, generator=generator)
+    y = (x[:, 0] * x[:, 1] > 0).long()
+    return Case(name="mlp", make=network, x=x, y=y, batch_size=batch_size, updates=updates)
+
+
+def lenet_case(batch_size: int, scale: float) -> Case:
+    updates = max(30, int(scale * {1: 1000, 16: 500, 64: 240, 256: 60, 1024: 30}[batch_size]))
+    rows = max(2048, min(16384, updates * batch_size // 3))
+    x, y, _, _ = digits(rows)
+    return Case(name="lenet", make=lenet, x=x, y=y, batch_size=batch_size, updates=updates)
+
+
+# ---- the two sides
+
+
+def by_headrace(case: Case, **options: object) -> tuple[float, float, str]:
+    """(examples per second, last losses' mean, how the step was captured)."""
+    model = case.model()
+    run = hr.fit(
+        model,
+        (case.x, case.y),
+        loss="cross_entropy",
+        lr=LR,
+        batch_size=case.batch_size,
+        steps=case.updates,
+        progress=False,
+        log_every=max(1, case.updates // 30),
+        **options,
+    )
+    rows = [row for row in run.metrics if row["kind"] == "train"]
+    first = next(row for row in rows if row["step"] >= case.updates / 3)
+    rate = (rows[-1]["examples"] - first["examples"]) / (rows[-1]["seconds"] - first["seconds"])
+    last = rows[-len(rows) // 5 :]
+    return rate, sum(row["loss"] for row in last) / len(last), str(run.plan["capture"])
+
+
+def by_usual_loop(case: Case, workers: int) -> tuple[float, float]:
+    """(examples per second, last losses' mean)."""
+    torch.set_num_threads(CORES)
+    model = case.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    loader = DataLoader(
+        TensorDataset(case.x, case.y),
+        batch_size=case.batch_size,
+        shuffle=True,
+        num_workers=workers,
+        persistent_workers=workers > 0,
+    )
+    losses: list[float] = []
+    examples, begun = 0, 0.0
+    for update, (x, y) in enumerate(endless(loader)):
+        if update == case.updates:
+            break
+        if update == case.updates // 3:
+            begun, examples = time.perf_counter(), 0
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        examples += len(y)
+        if update >= case.updates * 4 // 5:
+            losses.append(loss.item())
+    return examples / (time.perf_counter() - begun), sum(losses) / len(losses)
+
+
+def endless(loader: DataLoader[tuple[Tensor, ...]]) -> Iterator[tuple[Tensor, ...]]:
+    while True:
+        yield from loader
+
+
+# ---- the questions
+
+
+def steps(rounds: int, scale: float, only: str = "") -> list[Result]:
+    print(f"{'case':8}{'batch':>6}{'usual/s':>11}{'workers':>11}{'fit/s':>11}{'ratio':>8}   losses, capture")
+    found: list[Result] = []
+    for make in (mlp_case, lenet_case):
+        if only and not make.__name__.startswith(only):
+            continue
+        for batch_size in (1, 16, 64, 256, 1024):
+            case = make(batch_size, scale)
+            plain = working = ours = 0.0
+            for _ in range(rounds):
+                rate, our_loss, capture = by_headrace(case)
+                ours = max(ours, rate)
+                rate, their_loss = by_usual_loop(case, 0)
+                plain = max(plain, rate)
+            if batch_size >= 64:  # at smaller batches the workers' queue costs far more than it hides
+                working = by_usual_loop(case, CORES)[0]
+            ratio = ours / max(plain, working)
+            print(
+                f"{case.name:8}{batch_size:6}{plain:11.0f}{working:11.0f}{ours:11.0f}{ratio:8.2f}"
+                f"   {our_loss:.4f} {their_loss:.4f} {capture}",
+                flush=True,
+            )
+            found.append({"case": case.name, "batch": batch_size, "usual": max(plain, working), "fit": ours})
+    return found
+
+
+def start(rounds: int, scale: float) -> list[Result]:
+    found: list[Result] = []
+    for name, arguments in {
+        "python -c pass": ["-c", "pass"],
+        "import headrace": ["-c", "import headrace"],
+        "headrace --help": ["-m", "headrace", "--help"],
+        "import torch": ["-c", "import torch"],
+    }.items():
+        seconds = min(run_seconds(arguments) for _ in range(2 * rounds))
+        print(f"{name:20}{seconds:8.3f} s", flush=True)
+        found.append({"case": name, "seconds": seconds})
+    return found
+
+
+def run_seconds(arguments: list[str]) -> float:
+    begun = time.perf_counter()
+    subprocess.run([sys.executable, *arguments], check=True, stdout=subprocess.DEVNULL)
+    return time.perf_counter() - begun
+
+
+def overhead(rounds: int, scale: float) -> list[Result]:
+    """Long enough that a checkpoint every second comes several times."""
+    cases = [mlp_case(64, 8 * scale), lenet_case(64, 8 * scale)]
+    found: list[Result] = []
+    for case in cases:
+        bare = full = 0.0
+        for _ in range(rounds):
+            bare = max(bare, by_headrace(case)[0])
+            with tempfile.TemporaryDirectory() as folder:
+                full = max(full, by_headrace(case, out=f"{folder}/run", checkpoint_s=1.0)[0])
+        print(
+            f"{case.name:8} with a run folder {full:9.0f}/s, without {bare:9.0f}/s: {bare / full - 1:+.1%}",
+            flush=True,
+        )
+        found.append({"case": case.name, "bare": bare, "full": full})
+    return found
+
+
+def gpu(rounds: int, scale: float) -> list[Result]:
+    if not torch.cuda.is_available():
+        print("no CUDA device: not run")
+        return []
+    x, y, test_x, test_y = digits(60_000)
+    generator = torch.Generator().manual_seed(0)
+    flat = torch.randn(60_000, 54, generator=generator)
+    sign = (flat[:, 0] * flat[:, 1] > 0).long()
+    cases = [
+        (Case(name="lenet", make=lenet, x=x, y=y, batch_size=64, updates=938), (test_x, test_y)),
+        (
+            Case(name="mlp", make=network, x=flat, y=sign, batch_size=64, updates=938),
+            (flat[:2000], sign[:2000]),
+        ),
+    ]
+    found: list[Result] = []
+    for case, test in cases:
+        best = {"fit": 0.0, "usual": 0.0}
+        correct = {"fit": 0.0, "usual": 0.0}
+        for _ in range(rounds):
+            for name, side in {"fit": headrace_on_gpu, "usual": usual_loop_on_gpu}.items():
+                rate, model = side(case)
+                best[name] = max(best[name], rate)
+                correct[name] = accuracy(model, *test)
+        ms = {name: 1e3 * case.batch_size / rate for name, rate in best.items()}
+        ratio = best["fit"] / best["usual"]
+        print(
+            f"{case.name:8} fit {ms['fit']:.3f} ms a step, usual loop {ms['usual']:.3f}, ratio {ratio:.1f}; "
+            f"accuracy {correct['fit']:.4f} and {correct['usual']:.4f}",
+            flush=True,
+        )
+        found.append({"case": case.name, "fit_ms": ms["fit"], "usual_ms": ms["usual"]})
+    return found
+
+
+EPOCHS_ON_GPU = 5
+
+
+def headrace_on_gpu(case: Case) -> tuple[float, nn.Module]:
+    """Examples per second over the epochs after the first, and the model."""
+    run = hr.fit(
+        case.model(),
+        (case.x, case.y),
+        loss="cross_entropy",
+        lr=LR,
+        batch_size=case.batch_size,
+        epochs=EPOCHS_ON_GPU,
+        device="cuda",
+        progress=False,
+    )
+    ends = [row for row in run.metrics if row["kind"] == "epoch"]
+    rate = (ends[-1]["examples"] - ends[0]["examples"]) / (ends[-1]["seconds"] - ends[0]["seconds"])
+    return rate, run.model
+
+
+def usual_loop_on_gpu(case: Case) -> tuple[float, nn.Module]:
+    model = case.model().cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    loader = DataLoader(
+        TensorDataset(case.x, case.y),
+        batch_size=case.batch_size,
+        shuffle=True,
+        num_workers=8,
+        pin_memory=True,
+        persistent_workers=True,
+    )
+    begun = 0.0
+    for epoch in range(EPOCHS_ON_GPU):
+        if epoch == 1:
+            torch.cuda.synchronize()
+            begun = time.perf_counter()
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(x.cuda(non_blocking=True)), y.cuda(non_blocking=True))
+            loss.backward()
+            optimizer.step()
+    torch.cuda.synchronize()
+    return (EPOCHS_ON_GPU - 1) * len(case.x) / (time.perf_counter() - begun), model
+
+
+def accuracy(model: nn.Module, x: Tensor, y: Tensor) -> float:
+    model = copy.deepcopy(model).cpu().eval()
+    with torch.inference_mode():
+        return float((model(x).argmax(1) == y).float().mean())
+
+
+QUESTIONS = {
+    "steps": steps,
+    "steps-mlp": lambda *sizes: steps(*sizes, only="mlp"),
+    "steps-lenet": lambda *sizes: steps(*sizes, only="lenet"),
+    "start": start,
+    "overhead": overhead,
+    "gpu": gpu,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="One round of fewer updates.")
+    parser.add_argument("--only", nargs="+", choices=QUESTIONS, default=["steps", "start", "overhead", "gpu"])
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--json", type=Path, help="Write the numbers to this file.")
+    options = parser.parse_args()
+    rounds, scale = (1, 0.3) if options.quick else (options.rounds, 1.0)
+    print(f"python {sys.version.split()[0]}, torch {torch.__version__}, {CORES} cores")
+    found = {}
+    for name in options.only:
+        print(f"\n{name}")
+        found[name] = QUESTIONS[name](rounds, scale)
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=2), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

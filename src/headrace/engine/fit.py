@@ -1,0 +1,350 @@
+"""`fit`: one call from a model and data to a trained model, a run folder and a report."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+import headrace
+from headrace.engine import checkpoint
+from headrace.engine.capture import StepParts, choose_stepper
+from headrace.engine.evaluate import usual_metrics
+from headrace.engine.loader import Loader
+from headrace.engine.optimizers import make_optimizer
+from headrace.engine.options import FitOptions, describe_object
+from headrace.engine.planning import describe, why_no_chain
+from headrace.engine.records import Records
+from headrace.engine.run import Run
+from headrace.engine.schedules import make_schedule
+from headrace.engine.session import Parts, Session
+from headrace.engine.setup import choose_device, make_task, open_data
+from headrace.engine.steps import Stepper
+from headrace.engine.stopping import StopRules
+from headrace.engine.task import TorchTask
+from headrace.engine.threads import ThreadTrial, candidates
+from headrace.errors import MissingExtraError, RunFolderError
+from headrace.hardware import measure
+from headrace.hardware.system import usable_cores
+from headrace.plan import capture_ladder, choose_layout, data_memory
+from headrace.report.build import write_report
+from headrace.report.progress import Progress
+from headrace.report.run_folder import RunFolder
+from headrace.types import Columns, Plan, Source, State
+
+EPOCHS_WHEN_UNSAID = 10
+ROWS_PER_EPOCH = 20
+MAY_CHANGE = {
+    *("epochs", "steps", "seconds", "target_loss", "early_stop", "checkpoint_s"),
+    *("tensorboard", "progress", "log_every", "validation", "metrics"),
+}
+"""Options that a resumed run may set anew."""
+
+
+def fit(model: Any, data: Any, **options: Any) -> Run:
+    """Train ``model`` on ``data`` and return the `Run`.
+
+    model: a torch module, a name (linear, mlp, lenet, resnet9), ``"path.py:factory"``, or a factory.
+    data: whatever `headrace.open_source` takes: a path, a pair of arrays ``(X, y)``, a torch Dataset, a source.
+    options: the fields of `headrace.engine.FitOptions`, such as ``loss, optimizer, lr, epochs, batch_size,
+    validation, out, resume, seed, deterministic``.
+
+    SIGINT and SIGTERM finish the step and save before they take effect; ``resume=True`` continues in ``out``.
+    """
+    given = FitOptions.of(options)
+    if not given.stops:
+        given = FitOptions.of({**options, "epochs": EPOCHS_WHEN_UNSAID})
+    return _Fitting(model, data, given).run()
+
+
+@dataclass
+class _Fitting:
+    """Wires one run: what is decided here is in the plan."""
+
+    model: Any
+    data: Any
+    options: FitOptions
+    plan: Plan = field(default_factory=Plan)
+    _open: Records | None = None
+
+    def run(self) -> Run:
+        state, folder = self._resumed()
+        with _torch_settings(self.options):
+            parts = self._parts()
+            records = self._records(folder, state)
+            try:
+                return self._train(parts, records, state)
+            finally:
+                records.close()
+
+    def _train(self, parts: Parts, records: Records, state: State | None) -> Run:
+        self._open = records
+        records.write_plan(self.plan)
+        bar = Progress(
+            self._step_limit(parts.updates_per_pass),
+            total_seconds=self.options.seconds,
+            first_step=state["standing"]["step"] if state else 0,
+            title=records.path.name if records.path else "training",
+            console=None if self.options.progress else Console(quiet=True),
+        )
+        with bar as progress:
+            session = Session(parts, records, progress, state)
+            why = session.run()
+        self.decide("stopped_by", why, f"after {session.at.step} updates and {session.at.passes} epochs")
+        if parts.task.device.type == "cpu" and len(parts.threads.counts) > 1:
+            self.decide("threads", *session.threads_chosen)
+        self._finish(parts, records)
+        _say_how_to_resume(session, records)
+        session.interrupted_by.raise_received()
+        return Run(
+            model=parts.task.module,
+            metrics=records.rows,
+            plan=self.plan,
+            path=records.path,
+            stopped_by=why,
+            steps=session.at.step,
+        )
+
+    def decide(self, name: str, value: Any, reason: str) -> None:
+        self.plan = self.plan.with_(name, value, reason)
+
+    def _late(self, name: str, reason: str) -> None:
+        """The stepper tells what it took only after its first update."""
+        self.decide("capture", name, reason)
+        if self._open is not None:
+            self._open.write_plan(self.plan)
+
+    def _parts(self) -> Parts:
+        options = self.options
+        device, why = choose_device(options.device)
+        self.decide("device", str(device), why)
+        source, held, found = open_data(self.data, options)
+        for d in found.decisions:
+            self.decide(d.name, d.value, d.reason)
+        task, loss_name, few, output = make_task(self.model, source, options, device)
+        self.decide(
+            "loss", loss_name, "asked for" if options.loss != "auto" else "follows from the target's type"
+        )
+        order = self._order(task, source)
+        loader = Loader(
+            source,
+            batch_size=options.batch_size,
+            order=order or options.order,
+            buffer=options.buffer,
+            rounds=options.rounds,
+            device=str(device),
+            seed=options.seed,
+        )
+        for d in loader.plan.decisions:
+            self.decide(d.name, d.value, d.reason)
+        per_pass = -(-len(loader) // options.accumulate)
+        steps = self._step_limit(per_pass)
+        log_every = options.log_every or max(1, min(per_pass // ROWS_PER_EPOCH, 1000))
+        self.decide("log_every", log_every, "updates between metric rows")
+        optimizer, stepper = self._stepper(task, source, few, order, steps=steps, window=log_every)
+        return Parts(
+            options=options,
+            task=task,
+            optimizer=optimizer,
+            schedule=make_schedule(
+                options.schedule, options.schedule_options, total_steps=steps, steps_per_epoch=per_pass
+            ),
+            stepper=stepper,
+            loader=loader,
+            rules=self._rules(steps),
+            updates_per_pass=per_pass,
+            log_every=log_every,
+            threads=self._threads(device),
+            validation=self._validation_loader(held, device),
+            metrics={**usual_metrics(task, output), **options.metrics},
+        )
+
+    def _order(self, task: TorchTask, source: Source) -> Any:
+        """The learned order, watching the model, when one is asked for."""
+        order = self.options.order
+        if isinstance(order, str) and order != "balanced":
+            return None
+        from headrace.order import BalancedOrder  # type: ignore[attr-defined]
+
+        if order == "balanced":
+            order = BalancedOrder(len(source), seed=self.options.seed, device=task.device)
+        if not isinstance(order, BalancedOrder):
+            return None
+        order.watch(task.module)
+        self.decide("order", order.kind, "gradients are balanced: signs come from hooks in the backward pass")
+        return order
+
+    def _stepper(
+        self, task: TorchTask, source: Source, few: Columns, order: Any, *, steps: int | None, window: int
+    ) -> tuple[torch.optim.Optimizer, Stepper]:
+        """Optimizer and stepper, by what the plan says of this machine and this model."""
+        options = self.options
+        hardware = measure(quick=True)
+        optimizer = make_optimizer(options, task.module, device=task.device)
+        settings = {
+            k: v for k, v in optimizer.param_groups[0].items() if k in ("lr", "momentum", "weight_decay")
+        }
+        self.decide("optimizer", describe_object(type(optimizer)).strip("<>"), f"with {settings}")
+        sparse = any(column.sparse for column in source.columns)
+        chain, why = why_no_chain(task, options, sparse=sparse, watched=order is not None)
+        workload = describe(task, source, few, options, optimizer, updates=steps, chain=chain is not None)
+        layout = choose_layout(hardware, workload)
+        self.decide(layout.name, layout.value, layout.reason)
+        if layout.value == "channels_last":
+            task.module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        data_memory(hardware, workload)  # says so when one batch does not fit
+        parts = StepParts(
+            task=task,
+            optimizer=optimizer,
+            clip=options.clip,
+            window=window,
+            longest_order=len(source),
+            before_batch=order.begin_batch if order is not None else None,
+            chain=chain,
+            why_no_chain=why,
+        )
+        return optimizer, choose_stepper(capture_ladder(hardware, workload), parts, self._late)
+
+    def _threads(self, device: torch.device) -> ThreadTrial:
+        cores = usable_cores() if device.type == "cpu" else 1
+        counts, why = candidates(cores, deterministic=self.options.deterministic)
+        if device.type == "cpu":
+            self.decide("threads", list(counts), why)
+        return ThreadTrial(counts)
+
+    def _validation_loader(self, held: Any, device: torch.device) -> Loader | None:
+        if held is None:
+            return None
+        size = max(256, self.options.batch_size)
+        return Loader(held, batch_size=size, order="sequential", device=str(device))
+
+    def _step_limit(self, per_pass: int) -> int | None:
+        """The last update, where it is known in advance."""
+        limits = [self.options.steps] if self.options.steps is not None else []
+        if self.options.epochs is not None:
+            limits.append(math.ceil(self.options.epochs * per_pass))
+        return min(limits) if limits else None
+
+    def _rules(self, steps: int | None) -> StopRules:
+        epochs = self.options.epochs
+        whole = epochs is not None and float(epochs).is_integer()
+        by_steps = self.options.steps if whole or epochs is None else steps
+        return StopRules(
+            passes=int(epochs) if epochs is not None and whole else None,
+            steps=by_steps,
+            seconds=self.options.seconds,
+            target_loss=self.options.target_loss,
+            patience=self.options.early_stop,
+        )
+
+    # ---- the folder
+
+    def _config(self) -> dict[str, Any]:
+        model = self.model if isinstance(self.model, str) else describe_object(self.model)
+        data = str(self.data) if isinstance(self.data, str | Path) else describe_object(self.data)
+        return {
+            "headrace": headrace.__version__,
+            "model": model,
+            "data": data,
+            "options": self.options.to_config(),
+        }
+
+    def _resumed(self) -> tuple[State | None, RunFolder | None]:
+        if not self.options.resume:
+            return None, None
+        assert self.options.out is not None
+        folder = RunFolder.open(self.options.out)
+        _check_unchanged(folder, folder.read_config(), self._config())
+        state, damaged = checkpoint.load_newest(folder.path / "state")
+        for sentence in damaged:
+            warnings.warn(sentence, stacklevel=2)
+        self.decide("resumed", state["standing"]["step"], "continues from the checkpoint of this step")
+        return state, folder
+
+    def _records(self, folder: RunFolder | None, state: State | None) -> Records:
+        options = self.options
+        if folder is None and options.out is not None:
+            folder = RunFolder.create(options.out, overwrite=options.overwrite)
+        if folder is not None:
+            folder.write_config(self._config())
+            folder.write_hardware(measure(quick=True))
+        records = Records(
+            folder,
+            tensorboard=options.tensorboard,
+            resume_rows=state["rows"] if state else None,
+            seconds=state["seconds"] if state else 0.0,
+        )
+        for note in records.notes:
+            self.decide("recording", "partial", note)
+        return records
+
+    def _finish(self, parts: Parts, records: Records) -> None:
+        """Weights and report; the checkpoint is written already."""
+        if records.path is None:
+            return
+        weights = {k: v for k, v in parts.task.module.state_dict().items() if isinstance(v, torch.Tensor)}
+        checkpoint.write_file(
+            records.path / "model.safetensors", checkpoint.to_bytes(weights, {"format": "pt"})
+        )
+        records.write_plan(self.plan)
+        records.close()
+        try:
+            write_report([records.path])
+        except MissingExtraError as error:
+            self.decide("report", None, str(error))
+            RunFolder.open(records.path).write_plan(self.plan)
+
+
+def _check_unchanged(folder: RunFolder, before: dict[str, Any], now: dict[str, Any]) -> None:
+    """A resumed run continues the one that was started: what shapes the updates must be the same."""
+    old, new = dict(before.get("options", {})), dict(now["options"])
+    for name in ("model", "data"):
+        old[name], new[name] = before.get(name), now[name]
+    different = [
+        f"{name}: {old.get(name, 'not set')} then, {new.get(name, 'not set')} now"
+        for name in sorted({*old, *new} - MAY_CHANGE)
+        if old.get(name) != new.get(name)
+    ]
+    if different:
+        raise RunFolderError(
+            f"{folder.path} was started with other settings ({'; '.join(different)}); "
+            "resume with the same ones, or start a new run in another folder"
+        )
+
+
+def _say_how_to_resume(session: Session, records: Records) -> None:
+    if session.interrupted_by.received is None:
+        return
+    if records.path is None:
+        text = "stopped after a finished step; nothing was saved, since the run has no folder (out=)"
+    else:
+        text = (
+            f"stopped and saved at step {session.at.step}; go on with: headrace train --resume {records.path}"
+        )
+    Console(stderr=True, soft_wrap=True).print(f"headrace: {text}", highlight=False)
+
+
+@contextmanager
+def _torch_settings(options: FitOptions) -> Iterator[None]:
+    """torch's generators, switches for determinism and threads: set for the run, given back afterwards."""
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
+    was = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    benchmark, threads = torch.backends.cudnn.benchmark, torch.get_num_threads()
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(options.seed)
+        if options.deterministic:
+            torch.use_deterministic_algorithms(True)
+            torch.backends.cudnn.benchmark = False
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(was[0], warn_only=was[1])
+            torch.backends.cudnn.benchmark = benchmark
+            torch.set_num_threads(threads)
