@@ -111,10 +111,6 @@ class KernelModel(BaseEstimator):  # type: ignore[misc]
             )
         return self._finish(model, stopping)
 
-    def partial_fit(self, X: Any, y: Any, sample_weight: Any = None) -> Any:
-        """One epoch over these rows. Without ``centers`` they become further centres of the model."""
-        return self._partial_fit(X, y, sample_weight)
-
     def _partial_fit(self, X: Any, y: Any, sample_weight: Any) -> Any:
         first = not hasattr(self, "model_")
         rows, targets, weights = self._validated(X, y, sample_weight, reset=first)
@@ -195,8 +191,8 @@ class KernelModel(BaseEstimator):  # type: ignore[misc]
         self, rows: Any, targets: Any, weights: Any, seed: int
     ) -> tuple[Any, Any, Any, EarlyStopping]:
         n = rows.shape[0]
-        fraction = self.validation_fraction
-        if not (isinstance(fraction, numbers.Real) and 0 < fraction < 1):
+        fraction: Any = self.validation_fraction
+        if not (isinstance(fraction, int | float | np.number) and 0 < fraction < 1):
             raise OptionError(f"validation_fraction={fraction!r} must lie between 0 and 1")
         held = math.ceil(n * fraction)
         if n - held < 1 or held < 1:
@@ -214,10 +210,15 @@ class KernelModel(BaseEstimator):  # type: ignore[misc]
         return rows[kept], targets[kept], None if weights is None else weights[kept], stopping
 
     def _settings(self, outputs: int, epochs: int | None = None) -> Settings:
-        ridge = self.ridge
-        if isinstance(ridge, bool) or not isinstance(ridge, numbers.Real) or not 0 <= ridge < math.inf:
+        ridge: Any = self.ridge
+        tol: Any = self.tol
+        if (
+            isinstance(ridge, bool)
+            or not isinstance(ridge, int | float | np.number)
+            or not 0 <= ridge < math.inf
+        ):
             raise OptionError(f"ridge={ridge!r} must be a finite number, 0 or above")
-        if isinstance(self.tol, bool) or not isinstance(self.tol, numbers.Real) or not self.tol >= 0:
+        if isinstance(tol, bool) or not isinstance(tol, int | float | np.number) or not tol >= 0:
             raise OptionError(f"tol={self.tol!r} must be a number, 0 or above")
         if self.dtype not in DTYPES:
             raise unknown("dtype", self.dtype, DTYPES)
@@ -230,7 +231,7 @@ class KernelModel(BaseEstimator):  # type: ignore[misc]
             ridge=float(ridge),
             loss=find_loss(self.loss, outputs),
             epochs=epochs or _whole(self, "epochs", 1),
-            tol=float(self.tol),
+            tol=float(tol),
             batch_size=batch,
             momentum=self.momentum,
             devices=choose_devices(self.device),
@@ -245,7 +246,7 @@ class KernelModel(BaseEstimator):  # type: ignore[misc]
     def _centers(self, rows: Any) -> Any:
         """The number of centres, or their rows."""
         centers = self.centers
-        if isinstance(centers, numbers.Integral) and not isinstance(centers, bool):
+        if isinstance(centers, int | np.integer) and not isinstance(centers, bool):
             if centers < 1:
                 raise OptionError(
                     f"centers={centers} must be 1 or more, an array of rows, or None for all rows"

@@ -60,7 +60,10 @@ class KernelClassifier(ClassifierMixin, KernelModel):  # type: ignore[misc]
     _numeric_targets = False
 
     def partial_fit(self, X: Any, y: Any, classes: Any = None, sample_weight: Any = None) -> KernelClassifier:
-        """One epoch over these rows; the first call needs all ``classes`` that will ever come."""
+        """One epoch over these rows; the first call needs all ``classes`` that will ever come.
+
+        Without ``centers`` the rows become further centres of the model.
+        """
         if not hasattr(self, "model_"):
             if classes is None:
                 raise DataError(

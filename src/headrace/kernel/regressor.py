@@ -26,6 +26,11 @@ class KernelRegressor(RegressorMixin, KernelModel):  # type: ignore[misc]
     ``residuals_``, ``validation_scores_`` (with early stopping), ``n_features_in_``.
     """
 
+    def partial_fit(self, X: Any, y: Any, sample_weight: Any = None) -> KernelRegressor:
+        """One epoch over these rows. Without ``centers`` they become further centres of the model."""
+        self._partial_fit(X, y, sample_weight)
+        return self
+
     def _settings(self, outputs: int, epochs: int | None = None) -> Any:
         if self.loss != "squared":
             raise OptionError(
