@@ -110,6 +110,7 @@ def build_preconditioner(
     q = directions_for_precision(eigenvalues, precision)
     if not deterministic:
         q = min(q, directions_for_batch(eigenvalues, batch, peak=first_peak, exponent=exponent, shift=shift))
+    q = min(q, vectors.shape[1])
     factors = damping(eigenvalues, q, exponent=exponent, shift=shift)
     vectors = vectors[:, : q - 1]
     if root_s is not None:

@@ -15,7 +15,7 @@ A ridge shrinks every coefficient by (1 − η·ridge/n) a step: the gradient of
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -45,6 +45,7 @@ from headrace.kernel.operands import Operands
 from headrace.kernel.planning import Layout
 from headrace.kernel.precondition import Preconditioner, build_preconditioner
 from headrace.kernel.products import KernelProduct
+from headrace.kernel.rates import wanted_batch
 from headrace.kernel.solver import Course, Problem, solve
 from headrace.kernel.stream_data import Chunk, MemoryChunks, SourceChunks, SourceRows
 
@@ -161,7 +162,8 @@ def _prepare(
     plan = plan.with_("memory", words(budget), "allowed for this fit")
     # Half for the centres and their projection; the stream's chunks and temporary centres have the other
     # half.
-    layout = layout_for(workload(given, p, settings, dtype), settings, dtype, budget // 2)
+    projecting = replace(settings, batch_size=None)
+    layout = layout_for(workload(given, p, settings, dtype), projecting, dtype, budget // 2)
     product = KernelProduct(
         operands,
         operands.right(given, index),
@@ -208,7 +210,8 @@ def _make_stream(
     )
     ridge = settings.ridge / settings.loss.curvature
     # A batch and its kernel values with all centres; the block that is kept decides.
-    batch = max(1, min(layout.batch, n, max(32, s // 2), budget // 8 // max(1, itemsize * (p + s))))
+    wanted = settings.batch_size or wanted_batch(operands.device, operands.dtype, d)
+    batch = max(1, min(wanted, n, max(32, s // 2), budget // 8 // max(1, itemsize * (p + s))))
     preconditioner = build_preconditioner(
         sample_product, s, batch, rows=n, ridge=ridge, row_weights_n=row_weights, seed=settings.seed
     )
