@@ -71,7 +71,7 @@ class KernelClassifier(ClassifierMixin, KernelModel):  # type: ignore[misc]
                 )
             self._set_classes(np.unique(classes))
         elif classes is not None and not np.array_equal(np.unique(classes), self.classes_):
-            raise DataError(f"classes={classes!r} are not those of the first call, {list(self.classes_)!r}")
+            raise DataError(f"classes={classes!r} are not those of the first call, {_plain(self.classes_)!r}")
         self._partial_fit(X, y, sample_weight)
         return self
 
@@ -84,7 +84,9 @@ class KernelClassifier(ClassifierMixin, KernelModel):  # type: ignore[misc]
 
     def _set_classes(self, classes: NDArray[Any]) -> None:
         if len(classes) < 2:
-            raise DataError(f"y holds only one class, {classes[0]!r}; a classifier needs at least two")
+            raise DataError(
+                f"y holds only one class, {_plain(classes)[0]!r}; a classifier needs at least two"
+            )
         self.classes_ = classes
 
     def _encode(self, y: Any, *, reset: bool) -> NDArray[Any]:
@@ -150,3 +152,8 @@ def _as_one_column(y: NDArray[Any]) -> NDArray[Any]:
 
     column: NDArray[Any] = column_or_1d(y, warn=True)
     return column
+
+
+def _plain(labels: NDArray[Any]) -> list[Any]:
+    values: list[Any] = np.asarray(labels).tolist()
+    return values

@@ -16,7 +16,8 @@ def encode_classes(y: NDArray[Any], classes: NDArray[Any], loss: object) -> NDAr
     strange = classes[index] != y
     if np.any(strange):
         raise DataError(
-            f"y holds the label {y[strange][0]!r}, which is not among the classes {list(classes)!r}"
+            f"y holds the label {y[strange].tolist()[0]!r}, which is not among the classes "
+            f"{classes.tolist()!r}"
         )
     if len(classes) == 2:
         column = index.astype(np.float64)[:, None]

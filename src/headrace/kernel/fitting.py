@@ -90,18 +90,22 @@ def fit_rows(
         plan = plan.with_("copies_merged", merged.copies, "equal rows count once, with their weights added")
     budget = memory_budget(settings.max_memory, settings.devices.first)
 
-    def attempt(allowed: int) -> Model:
-        return _fit_within(rows, merged, settings, plan, allowed, earlier, after_epoch)
+    def attempt(allowed: int, retry: int) -> Model:
+        return _fit_within(rows, merged, settings, plan, allowed, retry, earlier, after_epoch)
 
     return with_less_memory(attempt, budget, settings.say)
 
 
-def with_less_memory(attempt: Callable[[int], Model], budget: int, say: Say) -> Model:
-    """Try within the budget, then in half and a quarter of it when memory runs out."""
+def with_less_memory(attempt: Callable[[int, int], Model], budget: int, say: Say) -> Model:
+    """Try within the budget; when memory runs out, in half and a quarter of it, with blocks a quarter the
+    size.
+
+    ``attempt`` is given the budget and how often it was tried before.
+    """
     for retry in range(MEMORY_RETRIES + 1):
         allowed = budget >> retry
         try:
-            return attempt(allowed)
+            return attempt(allowed, retry)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -183,7 +187,7 @@ def workload(rows: Any, n: int, settings: Settings, dtype: torch.dtype) -> Workl
     )
 
 
-def layout_for(work: Workload, settings: Settings, dtype: torch.dtype, budget: int) -> Layout:
+def layout_for(work: Workload, settings: Settings, dtype: torch.dtype, budget: int, retry: int = 0) -> Layout:
     on_cuda = settings.devices.on_cuda
     whole_limit = WHOLE_ROWS_CUDA if on_cuda else WHOLE_ROWS_CPU
     wanted = (
@@ -196,9 +200,9 @@ def layout_for(work: Workload, settings: Settings, dtype: torch.dtype, budget: i
         budget,
         wanted_batch=wanted,
         on_cuda=on_cuda,
-        block_values=CUDA_BLOCK_VALUES if on_cuda else CPU_BLOCK_VALUES,
+        block_values=(CUDA_BLOCK_VALUES if on_cuda else CPU_BLOCK_VALUES) >> (2 * retry),
         cache_itemsize=2 if on_cuda and dtype == torch.float32 else work.itemsize,
-        cacheable=not settings.devices.several,
+        cacheable=not settings.devices.several and not retry,
         fixed_batch=settings.batch_size,
     )
 
@@ -209,6 +213,7 @@ def _fit_within(
     settings: Settings,
     plan: Plan,
     budget: int,
+    retry: int,
     earlier: Model | None,
     after_epoch: AfterEpoch | None,
 ) -> Model:
@@ -217,7 +222,7 @@ def _fit_within(
     plan = plan.with_("dtype", str(dtype).removeprefix("torch."), why)
     plan = plan.with_("device", settings.devices.name, settings.devices.reason)
     plan = plan.with_("memory", words(budget), "allowed for this fit")
-    layout = layout_for(workload(rows, n, settings, dtype), settings, dtype, budget)
+    layout = layout_for(workload(rows, n, settings, dtype), settings, dtype, budget, retry)
     order = np.random.RandomState(settings.seed).permutation(n)
     assert settings.bandwidth is not None
     operands = make_operands(rows, settings, dtype, settings.bandwidth)

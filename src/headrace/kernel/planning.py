@@ -103,7 +103,7 @@ def lay_out(
         if cached
         else f"the kernel matrix would take {words(cache)}, {words(max(0, budget - need))} are left"
         if cacheable
-        else "centres lie on several devices",
+        else "centres lie on several devices, or memory ran out before",
     )
     return Layout(batch=batch, samples=samples, whole=whole, cached=cached, block_values=block, plan=plan)
 

@@ -34,6 +34,7 @@ from headrace.kernel.fitting import (
     make_operands,
     starting_weights,
     with_bandwidth,
+    with_less_memory,
     workload,
 )
 from headrace.kernel.formulas import critical_batch, step_size
@@ -98,8 +99,13 @@ def fit_stream(
         raise OptionError(
             "centers= uses one device; give a single device=, or centers=None to split all rows"
         )
+    budget = memory_budget(settings.max_memory, settings.devices.first)
     random = np.random.RandomState(settings.seed)
-    model = _prepare(chunks, centers, settings, earlier, random)
+
+    def attempt(allowed: int, retry: int) -> Model:
+        return _prepare(chunks, centers, settings, earlier, random, allowed, retry)
+
+    model = with_less_memory(attempt, budget, settings.say)
     averaged = None
     for epoch in range(settings.epochs):
         last = epoch == settings.epochs - 1
@@ -138,9 +144,10 @@ def _prepare(
     settings: Settings,
     earlier: Model | None,
     random: np.random.RandomState,
+    budget: int,
+    retry: int,
 ) -> Model:
     n, d = chunks.shape
-    budget = memory_budget(settings.max_memory, settings.devices.first)
     sample_rows = min(n, max(SEARCH_ROWS, MOST_DATA_SAMPLES))
     sample = chunks.sample(random.permutation(n)[:sample_rows])
     merged = merge_copies(sample.rows, sample.targets_nc, sample.row_weights_n)
@@ -163,7 +170,7 @@ def _prepare(
     # Half for the centres and their projection; the stream's chunks and temporary centres have the other
     # half.
     projecting = replace(settings, batch_size=None)
-    layout = layout_for(workload(given, p, settings, dtype), projecting, dtype, budget // 2)
+    layout = layout_for(workload(given, p, settings, dtype), projecting, dtype, budget // 2, retry)
     product = KernelProduct(
         operands,
         operands.right(given, index),
