@@ -13,7 +13,9 @@ from pathlib import Path
 
 from headrace.errors import DataError, unknown
 
-CATALOGUE: dict[str, tuple[str, str]] = {}
+CATALOGUE: dict[str, tuple[str, str]] = {
+    "eigenpro": ("headrace.papers.eigenpro", "critical batch size of kernel machines, accuracy beside peers"),
+}
 """Name on the command line → (module, what it shows)."""
 
 
