@@ -41,6 +41,8 @@ import headrace as hr
 
 CORES = len(os.sched_getaffinity(0))
 LR = 0.01
+WINDOWS = 60
+"""Parts of a run that are timed one by one."""
 Result = dict[str, float | str]
 
 
@@ -96,7 +98,7 @@ def digits(rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def mlp_case(batch_size: int, scale: float) -> Case:
     generator = torch.Generator().manual_seed(0)
-    updates = max(60, int(scale * {1: 1500, 16: 1200, 64: 600, 256: 200, 1024: 60}[batch_size]))
+    updates = max(60, int(scale * {1: 1500, 16: 1200, 64: 900, 256: 240, 1024: 90}[batch_size]))
     rows = max(4096, min(65536, updates * batch_size // 3))
     x = torch.randn(rows, 54, generator=generator)
     y = (x[:, 0] * x[:, 1] > 0).long()
@@ -104,7 +106,7 @@ def mlp_case(batch_size: int, scale: float) -> Case:
 
 
 def lenet_case(batch_size: int, scale: float) -> Case:
-    updates = max(30, int(scale * {1: 1000, 16: 500, 64: 240, 256: 60, 1024: 30}[batch_size]))
+    updates = max(30, int(scale * {1: 1000, 16: 480, 64: 240, 256: 90, 1024: 30}[batch_size]))
     rows = max(2048, min(16384, updates * batch_size // 3))
     x, y, _, _ = digits(rows)
     return Case(name="lenet", make=lenet, x=x, y=y, batch_size=batch_size, updates=updates)
@@ -114,7 +116,7 @@ def lenet_case(batch_size: int, scale: float) -> Case:
 
 
 def by_headrace(case: Case, **options: object) -> tuple[float, float, str]:
-    """(examples per second, last losses' mean, how the step was captured)."""
+    """(examples per second of the best window, last losses' mean, how the step was captured)."""
     model = case.model()
     run = hr.fit(
         model,
@@ -124,18 +126,17 @@ def by_headrace(case: Case, **options: object) -> tuple[float, float, str]:
         batch_size=case.batch_size,
         steps=case.updates,
         progress=False,
-        log_every=max(1, case.updates // 30),
+        log_every=max(1, case.updates // WINDOWS),
         **options,
     )
     rows = [row for row in run.metrics if row["kind"] == "train"]
-    first = next(row for row in rows if row["step"] >= case.updates / 3)
-    rate = (rows[-1]["examples"] - first["examples"]) / (rows[-1]["seconds"] - first["seconds"])
+    ends = [(row["seconds"], row["examples"]) for row in rows if row["step"] >= case.updates / 3]
     last = rows[-len(rows) // 5 :]
-    return rate, sum(row["loss"] for row in last) / len(last), str(run.plan["capture"])
+    return best_window(ends), sum(row["loss"] for row in last) / len(last), str(run.plan["capture"])
 
 
 def by_usual_loop(case: Case, workers: int) -> tuple[float, float]:
-    """(examples per second, last losses' mean)."""
+    """(examples per second of the best window, last losses' mean)."""
     torch.set_num_threads(CORES)
     model = case.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
@@ -147,20 +148,26 @@ def by_usual_loop(case: Case, workers: int) -> tuple[float, float]:
         persistent_workers=workers > 0,
     )
     losses: list[float] = []
-    examples, begun = 0, 0.0
-    for update, (x, y) in enumerate(endless(loader)):
-        if update == case.updates:
-            break
-        if update == case.updates // 3:
-            begun, examples = time.perf_counter(), 0
+    ends: list[tuple[float, int]] = []
+    examples, window = 0, max(1, case.updates // WINDOWS)
+    for update, (x, y) in enumerate(endless(loader), 1):
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(x), y)
         loss.backward()
         optimizer.step()
         examples += len(y)
-        if update >= case.updates * 4 // 5:
+        if update > case.updates * 4 // 5:
             losses.append(loss.item())
-    return examples / (time.perf_counter() - begun), sum(losses) / len(losses)
+        if update % window == 0 and update >= case.updates / 3:
+            ends.append((time.perf_counter(), examples))
+        if update == case.updates:
+            break
+    return best_window(ends), sum(losses) / len(losses)
+
+
+def best_window(ends: list[tuple[float, int]]) -> float:
+    """The highest rate between two neighbours of (seconds, examples so far)."""
+    return max((b[1] - a[1]) / (b[0] - a[0]) for a, b in itertools.pairwise(ends) if b[1] > a[1])
 
 
 def endless(loader: DataLoader[tuple[Tensor, ...]]) -> Iterator[tuple[Tensor, ...]]:

@@ -62,7 +62,9 @@ def train(
     rounds: Annotated[
         str | None, typer.Option(help="Rounds per buffer for data beyond memory, or auto.")
     ] = None,
-    workers: Annotated[str | None, typer.Option(help="auto or single.")] = None,
+    workers: Annotated[
+        str | None, typer.Option(help="auto, single, an algorithm such as hogwild, or cpu=2,cuda=1.")
+    ] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:1.")] = None,
     capture: Annotated[str | None, typer.Option(help="auto, graph, compile, chain or eager.")] = None,
     out: Annotated[str | None, typer.Option(help="Folder of the run; runs/... when left out.")] = None,
@@ -89,7 +91,23 @@ def train(
     for name in ("validation", "rounds", "buffer"):
         if name in given:
             given[name] = _number_or_text(given[name])
+    if "=" in given.get("workers", ""):
+        given["workers"] = _pairs("workers", given["workers"])
     print_run(run_training(data, model, given, config=config, resume=resume))
+
+
+def _pairs(option: str, text: str) -> dict[str, int | float | str | bool]:
+    """``cpu=2,processes=true`` as a dict."""
+    from headrace.errors import OptionError
+
+    words = {"true": True, "false": False}
+    pairs: dict[str, int | float | str | bool] = {}
+    for part in text.split(","):
+        name, equals, value = part.partition("=")
+        if not (name and equals and value):
+            raise OptionError(f"--{option} {text}: give pairs such as cpu=2,cuda=1")
+        pairs[name.strip()] = words.get(value.lower(), _number_or_text(value))
+    return pairs
 
 
 def _number_or_text(text: str) -> int | float | str:
@@ -163,6 +181,29 @@ def report(
     typer.echo(f"report: {page}")
     if show:
         typer.launch(page.resolve().as_uri())
+
+
+@app.command()
+def play(
+    run: Annotated[Path, typer.Argument(help="Folder of a run of `headrace train --env`, or a saved agent.")],
+    out: Annotated[
+        Path | None, typer.Option(help="A .gif or .mp4; episode.gif in the run by default.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Which episode.")] = 0,
+    stochastic: Annotated[
+        bool, typer.Option("--stochastic", help="Sample actions instead of taking the best.")
+    ] = False,
+    fps: Annotated[
+        int | None, typer.Option(help="Frames per second; the environment's own by default.")
+    ] = None,
+    show: Annotated[bool, typer.Option("--open", help="Open the recording.")] = False,
+) -> None:
+    """Record one episode of a trained agent as an animation that can be looked at."""
+    from headrace.agents import cli_play
+
+    path = cli_play(run, out=out, seed=seed, stochastic=stochastic, fps=fps, say=typer.echo)
+    if show:
+        typer.launch(path.resolve().as_uri())
 
 
 def main() -> None:

@@ -66,6 +66,36 @@ class InMemory(Protocol):
         ...
 
 
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """Rows of one column that lie one after another in one file, all of the same size."""
+
+    path: str
+    """A local path, or one within ``filesystem``."""
+    offset: int
+    """Where the first row begins."""
+    rows: int
+    row_bytes: int
+    file_bytes: int
+    """The file's size when it was opened; another size later means that somebody writes to it."""
+    filesystem: Any = None
+    """An fsspec filesystem, or None for this machine's own."""
+
+
+@runtime_checkable
+class Spanned(Protocol):
+    """A source of which some columns can be read as ranges of files, without the page cache if need be."""
+
+    def spans(self) -> dict[str, tuple[Span, ...]]:
+        """Column name → its spans, in the order of the rows. Columns that have none are read through
+        `Source.read`."""
+        ...
+
+    def stored(self) -> Columns:
+        """The columns as they lie in files or memory, before any change of dtype."""
+        ...
+
+
 @runtime_checkable
 class Order(Protocol):
     """Which example comes next."""

@@ -22,7 +22,7 @@ from headrace.errors import RunFolderError
 from headrace.report import timeline
 from headrace.report.recorder import Recorder
 from headrace.report.run_folder import RunFolder
-from headrace.report.tensorboard import evenly, scalars
+from headrace.report.tensorboard import ROWS_FREE, ROWS_PER_S, Allowance, evenly, scalars
 from headrace.report.timeline import Counter, Instant, Span, TimelineEncoder, read_timeline
 
 
@@ -234,6 +234,15 @@ def test_rows_are_thinned_evenly_and_the_last_is_kept() -> None:
     assert len(kept) <= 8 and kept[-1] == {"step": 99}
     assert {b["step"] - a["step"] for a, b in pairwise(kept)} == {13}
     assert evenly(rows[:8], 8) == rows[:8]
+
+
+def test_a_short_run_passes_whole_and_a_long_one_at_a_rate() -> None:
+    allowance = Allowance(0.0)
+    assert allowance.take(100, 0.0) == 100
+    assert allowance.take(1000, 0.0) == ROWS_FREE - 100
+    assert [allowance.take(1000, 0.0), allowance.take(5, 0.0)] == [1, 1]  # the newest is always passed on
+    assert allowance.take(1000, 1.0) == ROWS_PER_S
+    assert allowance.take(10_000, 1e6) == ROWS_FREE
 
 
 def test_scalars_are_the_plain_numbers() -> None:

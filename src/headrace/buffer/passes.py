@@ -37,6 +37,8 @@ class PassShape:
     rank: int = 0
     world_size: int = 1
     drop_last: bool = False
+    shift: bool = True
+    """Move block borders from pass to pass; not where blocks are what is decoded together."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
@@ -99,7 +101,27 @@ def pass_ranges(shape: PassShape, pass_index: int) -> list[Ranges]:
     """The row ranges of each buffer of this rank's pass, in reading order within the pass's sequence."""
     blocks = permuted_blocks(shape, pass_index)
     start, _ = shape.part
-    return [cut(blocks, start + first, start + last) for first, last in itertools.pairwise(shape.cuts)]
+    return [
+        arranged(cut(blocks, start + first, start + last), shape.block)
+        for first, last in itertools.pairwise(shape.cuts)
+    ]
+
+
+def arranged(ranges: Ranges, block: int) -> Ranges:
+    """The ranges of one buffer in the order in which the disk reads them best: whole blocks by position,
+    then rests.
+
+    A rest shifts whatever follows it in the slot by a part of a block, so rests come last; neighbours are
+    joined.
+    """
+    if len(ranges) < 2:
+        return ranges
+    rest = (ranges[:, 1] - ranges[:, 0]) != block
+    ranges = ranges[np.lexsort((ranges[:, 0], rest))]
+    joins = ranges[1:, 0] == ranges[:-1, 1]
+    first = np.concatenate(([True], ~joins))
+    last = np.concatenate((~joins, [True]))
+    return np.stack((ranges[first, 0], ranges[last, 1]), axis=1)
 
 
 def permuted_blocks(shape: PassShape, pass_index: int) -> Ranges:
@@ -108,7 +130,7 @@ def permuted_blocks(shape: PassShape, pass_index: int) -> Ranges:
         return np.array([[0, shape.rows]], dtype=np.int64)
     random = np.random.default_rng(np.random.SeedSequence([shape.seed & (2**64 - 1), pass_index, 0xB10C]))
     # The first block is cut short by a random number of rows, so that no two rows are neighbours for ever.
-    offset = int(random.integers(shape.block))
+    offset = int(random.integers(shape.block)) if shape.shift else 0
     edges = np.arange(offset, shape.rows, shape.block, dtype=np.int64)
     edges = np.concatenate(([0], edges[edges > 0], [shape.rows]))
     blocks = np.stack((edges[:-1], edges[1:]), axis=1)

@@ -98,6 +98,7 @@ class Chain:
         self._linears = [op for op in ops if isinstance(op, Linear)]
         self._trains = {name: p.requires_grad for name, p in module.named_parameters()}
         self._space: _Workspaces | None = None
+        self._captured: list[_Workspaces] = []
         self._small: ModuleType | None = None
         self.parameters: dict[str, Tensor] = {}
         self.bind()
@@ -221,6 +222,8 @@ class Chain:
             )
         b = len(x_bd)
         if self._space is None or self._space.capacity < b:
+            if self._space is not None and weight.is_cuda:
+                self._captured.append(self._space)  # a CUDA graph may still write there
             self._space = _Workspaces(self._ops, weight, b)
         return x_bd, self._space.rows(b)
 

@@ -1,25 +1,38 @@
 """What fills the loader's buffers: the whole data at once, or one part of it after another.
 
 A `Feed` gives, for each pass, filled buffers in turn. `ResidentFeed` has one, which never changes.
-`BufferedFeed` reads the rows of each buffer when its turn comes.
+`BufferedFeed` keeps readers at work on the next buffers while one is used, also over the end of a pass.
+
+Who owns what: a `BufferedFeed` owns its readers, their files and the slots. They end when a pass is broken
+off, when the feed is closed, and when nobody holds the feed any more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+import itertools
+import warnings
+import weakref
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.buffer.passes import PassShape, pass_ranges, row_numbers
-from headrace.engine.residence import load, row_bytes
-from headrace.order.basic import SequentialOrder
-from headrace.types import Columns, Order, Plan, Source, State
+from headrace.buffer import labels
+from headrace.buffer.ahead import ReadAhead
+from headrace.buffer.cook import SpanCook
+from headrace.buffer.passes import PassShape, Ranges, pass_ranges, row_numbers
+from headrace.buffer.pipeline import Loaded, OnError, Pause, Pipeline, nothing
+from headrace.buffer.slots import Slot
+from headrace.buffer.stage import DeviceStage
+from headrace.engine.residence import load
+from headrace.engine.reuse import Reuse
+from headrace.types import Columns, Plan, Source, Spanned
 
-if TYPE_CHECKING:
-    from headrace.engine.loader import LoaderOptions
+LABEL_BUFFERS = 3
+"""So many first buffers are looked at for labels that are unlike."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +43,21 @@ class Filled:
     rows: int
     index: int
     row_ids: Tensor | None
+    bad: tuple[tuple[int, int], ...] = ()
+    """Positions that could not be read."""
+
+
+@dataclass
+class FeedStatistics:
+    """What reading cost so far."""
+
+    buffers: int = 0
+    load_s: float = 0.0
+    """Time in which readers worked on buffers; high against the time of training means that the disk is the
+    limit."""
+    skipped_rows: int = 0
+    failures: list[str] = field(default_factory=list)
+    """What could not be read, at most a hundred messages."""
 
 
 class Feed(Protocol):
@@ -37,32 +65,26 @@ class Feed(Protocol):
 
     shape: PassShape
     plan: Plan
-    rounds: int
-    """The rounds that the next buffer will be used for."""
+    reuse: Reuse
+    statistics: FeedStatistics
 
     def open(self, pass_index: int, first: int) -> Generator[Filled]:
         """The buffers of a pass, from the given one on; closing the generator stops all that it started."""
         ...
 
-    def rounds_for(self, buffer: int, *, resumed: bool) -> int:
-        """For how many rounds this buffer is used."""
-        ...
-
-    def state_dict(self) -> State: ...
-
-    def resumed(self, shape: PassShape, state: State) -> Feed:
-        """The feed that goes on as the one that was saved."""
-        ...
+    def close(self) -> None: ...
 
 
 class ResidentFeed:
     """All rows on the device, or in memory where the device is the CPU."""
 
     def __init__(
-        self, source: Source, device: torch.device, plan: Plan, shape: PassShape, rounds: int
+        self, source: Source, device: torch.device, plan: Plan, shape: PassShape, reuse: Reuse
     ) -> None:
-        self.source, self.device, self.shape, self.rounds = source, device, shape, rounds
-        self.plan = plan.with_("rounds", rounds, "all rows stay, so a round is a pass")
+        self.source, self.device, self.shape, self.reuse = source, device, shape, reuse
+        reuse.auto = False
+        self.plan = plan.with_("rounds", reuse.current, "all rows stay, so a round is a pass")
+        self.statistics = FeedStatistics()
         self._columns: Columns | None = None
 
     def open(self, pass_index: int, first: int) -> Generator[Filled]:
@@ -71,71 +93,167 @@ class ResidentFeed:
         if first == 0:
             yield Filled(self._columns, self.shape.rows, 0, None)
 
-    def rounds_for(self, buffer: int, *, resumed: bool) -> int:
-        return self.rounds
+    def close(self) -> None:
+        """Forget the rows; they are loaded again when they are asked for."""
+        self._columns = None
 
-    def state_dict(self) -> State:
-        return {"residence": "resident", "rounds": self.rounds}
 
-    def resumed(self, shape: PassShape, state: State) -> Feed:
-        if state["residence"] == "resident":
-            feed = ResidentFeed(self.source, self.device, self.plan, shape, state["rounds"])
-            feed._columns = self._columns
-            return feed
-        plan = self.plan.with_("residence", "buffered", "the run that is resumed was buffered")
-        return BufferedFeed(self.source, self.device, plan, shape, state["rounds"])
+class Stage(Protocol):
+    """Whatever has full buffers."""
+
+    def start(self) -> None: ...
+
+    def take(self) -> Loaded | None: ...
+
+    def release(self, loaded: Loaded) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How buffers are read."""
+
+    threads: int = 4
+    direct: bool = False
+    on_error: OnError = "raise"
+    slots: int = 2
+    pause: Pause = nothing
 
 
 class BufferedFeed:
-    """One part of the rows after another."""
+    """One part of the rows after another, read while the part before is used."""
 
     def __init__(
-        self, source: Source, device: torch.device, plan: Plan, shape: PassShape, rounds: int
+        self,
+        source: Source,
+        device: torch.device,
+        plan: Plan,
+        shape: PassShape,
+        reuse: Reuse,
+        reading: Reading,
     ) -> None:
-        self.source, self.device, self.shape, self.rounds = source, device, shape, rounds
-        self.plan = plan.with_("rounds", rounds, "as asked")
+        self.source, self.device, self.shape, self.reuse, self.reading = source, device, shape, reuse, reading
+        self.plan = plan.with_(
+            "rounds",
+            "auto" if reuse.auto else reuse.current,
+            "as often as loading makes it free, fewer as the step size falls" if reuse.auto else "as asked",
+        )
+        self.statistics = FeedStatistics()
+        self._stage: Stage | None = None
+        self._next: tuple[int, int] | None = None
+        self._finalizer: Any = None
+        self._shares: list[np.ndarray[Any, Any]] | None = []
+        self._dtypes = {column.name: column.dtype for column in source.columns}
+
+    # ------------------------------------------------------------------ passes
 
     def open(self, pass_index: int, first: int) -> Generator[Filled]:
-        buffers = pass_ranges(self.shape, pass_index)
-        for index in range(first, len(buffers)):
-            rows = torch.from_numpy(row_numbers(buffers[index]))
-            columns = {name: values.to(self.device) for name, values in self.source.read(rows).items()}
-            yield Filled(columns, len(rows), index, rows.to(self.device))
+        whole = False
+        try:
+            stage = self._stage_at(pass_index, first)
+            for index in range(first, self.shape.buffers):
+                loaded = stage.take()
+                assert loaded is not None, "the plan ended before the pass did"
+                self._next = (pass_index, index + 1)
+                self._count(loaded)
+                yield self._filled(loaded, index)
+                stage.release(loaded)
+            self._next = (pass_index + 1, 0)
+            whole = True
+        finally:
+            if not (whole and self._endless):
+                self.close()
 
-    def rounds_for(self, buffer: int, *, resumed: bool) -> int:
-        return self.rounds
+    def _stage_at(self, pass_index: int, first: int) -> Stage:
+        """The readers, already at work on this buffer if all went in turn."""
+        if self._stage is None or self._next != (pass_index, first):
+            self.close()
+            # Held before it starts: an interrupt at any moment finds it here and closes it.
+            self._stage = self._make_stage(pass_index, first)
+            self._finalizer = weakref.finalize(self, self._stage.close)
+            self._stage.start()
+        return self._stage
 
-    def state_dict(self) -> State:
-        return {"residence": "buffered", "rounds": self.rounds}
+    @property
+    def _spanned(self) -> bool:
+        """Whether rows have fixed places in files or memory, which several readers may copy at once."""
+        return isinstance(self.source, Spanned) and not any(c.sparse for c in self.source.columns)
 
-    def resumed(self, shape: PassShape, state: State) -> Feed:
-        if state["residence"] == "resident":
-            plan = self.plan.with_("residence", "memory", "the run that is resumed had all rows at hand")
-            return ResidentFeed(self.source, self.device, plan, shape, state["rounds"])
-        return BufferedFeed(self.source, self.device, self.plan, shape, state["rounds"])
+    @property
+    def _endless(self) -> bool:
+        """Whether readers go on into the next pass; a user's dataset is not called when nobody asked for
+        it."""
+        return self._spanned
+
+    def _make_stage(self, pass_index: int, first: int) -> Stage:
+        steps = buffer_plan(self.shape, pass_index, first, endless=self._endless)
+        if not self._spanned:
+            return ReadAhead(self.source, steps, self.device, on_error=self.reading.on_error)
+        assert isinstance(self.source, Spanned)
+        cook = SpanCook(
+            self.source.stored(), self.source.spans(), block=self.shape.block, direct=self.reading.direct
+        )
+        cuda = self.device.type == "cuda"
+        rows = max(last - first for first, last in itertools.pairwise(self.shape.cuts))
+        slots = [Slot(cook.lanes, rows, pinned=cuda) for _ in range(self.reading.slots)]
+        pipeline = Pipeline(
+            cook, steps, slots, threads=self.reading.threads, on_error=self.reading.on_error,
+            pause=self.reading.pause,
+        )  # fmt: skip
+        return DeviceStage(pipeline, self.device) if cuda else pipeline
+
+    # ------------------------------------------------------------------ buffers
+
+    def _filled(self, loaded: Loaded, index: int) -> Filled:
+        numbers = row_numbers(loaded.key)
+        # Stored types become served ones here, on the device; columns of equal type are not copied.
+        columns = {name: loaded.columns[name].to(dtype) for name, dtype in self._dtypes.items()}
+        self._look_at_labels(columns)
+        row_ids = torch.from_numpy(numbers).to(self.device)
+        return Filled(columns, loaded.rows, index, row_ids, loaded.bad)
+
+    def _count(self, loaded: Loaded) -> None:
+        self.statistics.buffers += 1
+        self.statistics.load_s += loaded.load_s
+        self.reuse.loaded(loaded.load_s)
+        if loaded.bad:
+            bad = {k for first, last in loaded.bad for k in range(first, last)}
+            self.statistics.skipped_rows += len(bad)
+            room = 100 - len(self.statistics.failures)
+            self.statistics.failures += [str(error) for error in loaded.failures][:room]
+
+    def _look_at_labels(self, columns: Columns) -> None:
+        """Warn once when the first buffers' labels are unlike."""
+        target = next((c for c in self.source.columns if c.role == "target"), None)
+        if self._shares is None or target is None or target.shape or target.dtype != torch.int64:
+            return
+        values = columns[target.name].cpu().numpy()
+        if len(values) == 0 or values.min() < 0 or values.max() > 100_000:
+            self._shares = None
+            return
+        self._shares.append(labels.label_shares(values, 1))
+        told = labels.warning(self._shares, len(values))
+        if told is not None:
+            warnings.warn(told, UserWarning, stacklevel=2)
+        if told is not None or len(self._shares) == LABEL_BUFFERS:
+            self._shares = None
+
+    def close(self) -> None:
+        """End the readers and give their memory back."""
+        if self._stage is not None:
+            self._stage.close()
+        if self._finalizer is not None:
+            self._finalizer.detach()
+        self._stage, self._finalizer, self._next = None, None, None
 
 
-def make_feed(source: Source, device: torch.device, plan: Plan, options: LoaderOptions, order: Order) -> Feed:
-    """The feed that the plan asks for."""
-    rounds = 1 if isinstance(options.rounds, str) else options.rounds
-    shape = PassShape(
-        rows=len(source), batch_size=options.batch_size, seed=options.seed, rank=options.rank,
-        world_size=options.world_size, drop_last=options.drop_last,
-    )  # fmt: skip
-    if plan["residence"] != "buffered":
-        return ResidentFeed(source, device, plan, shape, rounds)
-    per_row = row_bytes(source)
-    block, why = choose_block(source, options, order)
-    shape = replace(shape, block=block, buffer_rows=max(1, int(plan["buffer_bytes"] // per_row)))
-    return BufferedFeed(source, device, plan.with_("block", block, why), shape, rounds)
-
-
-def choose_block(source: Source, options: LoaderOptions, order: Order) -> tuple[int, str]:
-    """Rows in a block, and why."""
-    if isinstance(order, SequentialOrder):
-        return 0, "rows are taken as they lie"
-    if not isinstance(options.block, str):
-        return options.block, "as asked"
-    if getattr(source, "fresh", False):
-        return 1, "the dataset is asked for single rows, so single rows are shuffled"
-    return 64, "64 rows and more are read at the disk's full speed, and small blocks mix best"
+def buffer_plan(
+    shape: PassShape, pass_index: int, first: int, *, endless: bool
+) -> Iterator[tuple[Ranges, Ranges]]:
+    """The buffers to read, in order, from one buffer of one pass on; the ranges are their own key."""
+    for index in itertools.count(pass_index) if endless else (pass_index,):
+        ranges = pass_ranges(shape, index)
+        for buffer in range(first, shape.buffers):
+            yield ranges[buffer], ranges[buffer]
+        first = 0

@@ -23,10 +23,11 @@ import torch
 from torch import Tensor
 
 from headrace.buffer.passes import PassShape
-from headrace.engine.feed import Feed, Filled, make_feed
+from headrace.engine.feed import Feed, FeedStatistics, Filled, ResidentFeed
 from headrace.engine.placement import place
 from headrace.engine.residence import gather, resolve_device, workload
-from headrace.errors import DataError, OptionError, unknown
+from headrace.engine.wiring import LoaderOptions, make_feed, resume_feed
+from headrace.errors import DataError, OptionError, WorkerError, unknown
 from headrace.order.basic import SequentialOrder, ShuffledOrder, mixed_seed, permutation
 from headrace.source import open_source
 from headrace.types import Buffer, Column, Columns, Order, Plan, Source, State
@@ -35,36 +36,6 @@ ORDERS = ("shuffled", "sequential")
 STATE_VERSION = 1
 
 Transform = Callable[[Tensor], Tensor]
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoaderOptions:
-    """What a caller may choose about a loader."""
-
-    batch_size: int
-    rounds: int | Literal["auto"] = 1
-    """How often each buffer is used before the next; "auto" as often as the disk makes it free."""
-    block: int | Literal["auto"] = "auto"
-    """Neighbouring rows that are read, and shuffled, as one."""
-    seed: int = 0
-    drop_last: bool = False
-    """Leave out the short batch at the end of an epoch."""
-    rank: int = 0
-    world_size: int = 1
-
-    def __post_init__(self) -> None:
-        if self.batch_size < 1:
-            raise OptionError(f"batch_size={self.batch_size}; a batch needs at least one row")
-        if isinstance(self.rounds, str):
-            if self.rounds != "auto":
-                raise unknown("rounds", self.rounds, ("auto", "1", "2", "4"))
-        elif self.rounds < 1:
-            raise OptionError(f"rounds={self.rounds}; every buffer is used at least once")
-        if isinstance(self.block, str):
-            if self.block != "auto":
-                raise unknown("block", self.block, ("auto", "64", "256"))
-        elif self.block < 1:
-            raise OptionError(f"block={self.block}; a block needs at least one row")
 
 
 @dataclass(frozen=True)
@@ -100,6 +71,9 @@ class Loader:
         rank: int = 0,
         world_size: int = 1,
         block: int | Literal["auto"] = "auto",
+        direct: bool | Literal["auto"] = "auto",
+        threads: int = 4,
+        on_error: Literal["raise", "skip"] = "raise",
     ) -> None:
         """
         ``source`` is a source or anything `open_source` opens. ``transform`` is applied to the first column
@@ -107,7 +81,7 @@ class Loader:
         """
         self.options = LoaderOptions(
             batch_size=batch_size, rounds=rounds, block=block, seed=seed, drop_last=drop_last, rank=rank,
-            world_size=world_size,
+            world_size=world_size, direct=direct, threads=threads, on_error=on_error,
         )  # fmt: skip
         self.source: Source = open_source(source)
         self.device = resolve_device(device)
@@ -120,6 +94,9 @@ class Loader:
         self._continue = False
         self._permutation: Tensor | None = None
         self._alive = 0
+        self.waited_s = 0.0
+        """Seconds that the consumer waited for buffers; near zero is good, near the run's time means a slow
+        disk."""
 
     # ------------------------------------------------------------------ what it is
 
@@ -144,13 +121,40 @@ class Loader:
 
     def __len__(self) -> int:
         """Batches in an epoch, on this rank, with the rounds as they are now."""
-        return sum(self.shape.steps()) * self._feed.rounds
+        return sum(self.shape.steps()) * self._feed.reuse.current
 
     def __repr__(self) -> str:
         return (
             f"Loader({self.source!r}, batch_size={self.batch_size}, {self.plan['residence']} on "
             f"{self.device})"
         )
+
+    # ------------------------------------------------------------------ what it did
+
+    @property
+    def rounds_history(self) -> list[dict[str, Any]]:
+        """Every change of the rounds: pass, buffer, rounds and why."""
+        return self._feed.reuse.history
+
+    @property
+    def statistics(self) -> FeedStatistics:
+        """What reading cost, and what was skipped."""
+        return self._feed.statistics
+
+    def set_step_size(self, step_size: float) -> None:
+        """Tell the optimiser's step size, so that ``rounds="auto"`` reuses less as it falls."""
+        self._feed.reuse.set_step_size(step_size)
+
+    def close(self) -> None:
+        """End the readers and give their memory back; iterating again starts them anew."""
+        self._alive += 1
+        self._feed.close()
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     # ------------------------------------------------------------------ iterating
 
@@ -163,11 +167,22 @@ class Loader:
 
     def batch(self, buffer: Buffer, start: int, stop: int) -> Columns:
         """The rows at positions ``start`` to ``stop`` of the buffer's order, transformed."""
-        return self.transform(gather(buffer.columns, buffer.order[start:stop]))
+        positions = buffer.order[start:stop]
+        gathered = gather(buffer.columns, positions)
+        try:
+            return self.transform(gathered)
+        except Exception as error:
+            rows = positions if buffer.row_ids is None else buffer.row_ids[positions]
+            raise WorkerError(
+                f"a transform failed on the batch of rows {shown(rows)} of {origin_of(self.source)}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
 
     def bounds(self, buffer: Buffer) -> list[tuple[int, int]]:
         """The batches that are left of a buffer, as ranges of positions in its order."""
-        return [bound for bound in self.shape.bounds(buffer.index) if bound[0] >= buffer.cursor]
+        count = len(buffer.order)
+        bounds = ((start, min(stop, count)) for start, stop in self.shape.bounds(buffer.index))
+        return [(start, stop) for start, stop in bounds if start >= buffer.cursor and start < count]
 
     def transform(self, batch: Columns) -> Columns:
         """The batch after the transforms; whoever gathers rows without `batch` calls this."""
@@ -187,6 +202,7 @@ class Loader:
             asked_s = time.perf_counter()
             for filled in filled_buffers:
                 wait_s = time.perf_counter() - asked_s
+                self.waited_s += wait_s
                 for buffer in self._rounds_of(filled, wait_s):
                     yield buffer
                     if alive != self._alive:
@@ -198,8 +214,10 @@ class Loader:
 
     def _rounds_of(self, filled: Filled, wait_s: float) -> Iterator[Buffer]:
         """One buffer, once for each of the rounds that are left."""
-        rounds = self._feed.rounds_for(filled.index, resumed=self._at.round > 0 or self._at.cursor > 0)
+        reuse, under_way = self._feed.reuse, self._at.round > 0 or self._at.cursor > 0
+        rounds = reuse.current if under_way else reuse.choose(self._at.pass_index, filled.index)
         for k in range(self._at.round, rounds):
+            reuse.round_begins()
             yield Buffer(
                 columns=filled.columns,
                 order=self._local_order(filled, k),
@@ -212,6 +230,7 @@ class Loader:
                 wait_s=wait_s,
             )
             wait_s = 0.0
+            reuse.round_ends()
             self._at = Position(self._at.pass_index, filled.index, k + 1)
 
     def consumed(self, positions: int) -> None:
@@ -238,6 +257,16 @@ class Loader:
 
     def _local_order(self, filled: Filled, round_index: int) -> Tensor:
         """In which order the rows of a filled buffer are used in this round."""
+        order = self._whole_order(filled, round_index)
+        if not filled.bad:
+            return order
+        good = torch.ones(filled.rows, dtype=torch.bool, device=self.device)
+        for first, last in filled.bad:
+            good[first:last] = False
+        return order[good[order]]
+
+    def _whole_order(self, filled: Filled, round_index: int) -> Tensor:
+        """The order before rows that could not be read are left out."""
         count, at = filled.rows, self._at.pass_index
         if isinstance(self.order, SequentialOrder):
             return self._share(torch.arange(count, device=self.device), filled)
@@ -273,7 +302,8 @@ class Loader:
             "version": STATE_VERSION,
             "position": dataclasses.asdict(self._at),
             "shape": dataclasses.asdict(self.shape),
-            "feed": self._feed.state_dict(),
+            "residence": "resident" if isinstance(self._feed, ResidentFeed) else "buffered",
+            "reuse": self._feed.reuse.state_dict(),
             "order": self.order.state_dict(),
             "permutation": None if pure or self._permutation is None else self._permutation.cpu(),
         }
@@ -293,7 +323,7 @@ class Loader:
                     f"the same"
                 )
         self.order.load_state_dict(state["order"])
-        self._feed = self._feed.resumed(PassShape(**saved), state["feed"])
+        self._feed = resume_feed(self._feed, self.device, state, self.options)
         self.plan = self._feed.plan
         self._at = Position(**state["position"])
         self._permutation = None if state["permutation"] is None else state["permutation"].to(self.device)
@@ -313,6 +343,17 @@ class Loader:
             if name not in names:
                 raise unknown("column in transform=", name, names)
         return dict(transform)
+
+
+def shown(rows: Tensor) -> str:
+    """Some row numbers for a message."""
+    first = ", ".join(str(int(row)) for row in rows[:5])
+    return first + (f" and {len(rows) - 5} more" if len(rows) > 5 else "")
+
+
+def origin_of(source: Source) -> str:
+    """Where a source's rows came from, in words."""
+    return str(getattr(source, "origin", type(source).__name__))
 
 
 def make_order(order: str | Order, rows: int, seed: int, device: torch.device) -> Order:

@@ -9,9 +9,11 @@ as the strings "NaN", "Infinity" and "-Infinity" and turned back when read.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
+import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,17 +26,26 @@ _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 def replace_text(path: Path, text: str) -> None:
     """Write ``text`` to ``path`` so that at every moment either the old or the new file is there."""
     partial = path.with_name(f".{path.name}.partial")
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    data = text.encode()
+    try:
+        with partial.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise RunFolderError(
+            f"{path} could not be written: {error.strerror}; {len(data):,} bytes are needed and "
+            f"{shutil.disk_usage(path.parent).free:,} are free. What was there before is intact"
+        ) from error
 
 
 def encode_row(row: Mapping[str, Any]) -> str:
     """One row as strict JSON, without the line end. Tensors and arrays become numbers and lists."""
     try:
-        return json.dumps(row, allow_nan=False, default=_plain)
+        return _encode(row)
     except ValueError:
         return json.dumps(_spell_out(row), allow_nan=False)
 
@@ -75,6 +86,10 @@ def _plain(value: Any) -> Any:
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     raise TypeError(f"{type(value).__name__} cannot be written as JSON; give a number, a string or a list")
+
+
+# json.dumps with any option makes an encoder for every call, which costs more than the encoding.
+_encode = json.JSONEncoder(allow_nan=False, default=_plain).encode
 
 
 def _spell_out(value: Any) -> Any:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import OptionError, missing_extra
+from headrace.report.files import replace_text
 from headrace.report.page_style import DRAW_SCRIPT, STYLE
 
 
@@ -143,9 +144,7 @@ class Page:
         """Write the page and return its path; a page that was there is replaced in one step."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{path.name}.partial")
-        partial.write_text(self.render(), encoding="utf-8")
-        partial.replace(path)
+        replace_text(path, self.render())
         return path
 
     def _plot(

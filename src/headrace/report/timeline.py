@@ -74,6 +74,8 @@ class TimelineEncoder:
     _window: int = -1
     _summed: dict[tuple[str, str], list[float]] = field(default_factory=dict)
     """(lane, name) → start of the first, summed seconds, count, within the window."""
+    _heads: dict[tuple[str, str], str] = field(default_factory=dict)
+    """(lane, name) → what all its spans' lines begin with."""
 
     def encode(self, events: Iterable[Span | Counter | Instant]) -> list[str]:
         lines: list[str] = []
@@ -118,10 +120,13 @@ class TimelineEncoder:
 
     def _span_line(self, span: Span) -> str:
         # Written by hand, since spans are the one event that can come thousands of times a second.
-        start, length = _us(span.start_s), _us(span.end_s - span.start_s)
-        args = f',"args":{{"count":{span.repeats}}}' if span.repeats > 1 else ""
-        name, lane = json.dumps(span.name), self.lanes[span.lane]
-        return f'{{"name":{name},"ph":"X","ts":{start},"dur":{length},"pid":1,"tid":{lane}{args}}}'
+        lane, name, start_s, end_s, repeats = span
+        head = self._heads.get((lane, name))
+        if head is None:
+            head = f'{{"name":{json.dumps(name)},"ph":"X","pid":1,"tid":{self.lanes[lane]},"ts":'
+            self._heads[lane, name] = head
+        args = f',"args":{{"count":{repeats}}}' if repeats > 1 else ""
+        return f'{head}{start_s * 1e6:.1f},"dur":{(end_s - start_s) * 1e6:.1f}{args}}}'
 
 
 def opening() -> str:

@@ -7,23 +7,31 @@ never copies it unless a column is served in another dtype than it is stored in 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from headrace.errors import DataError
-from headrace.source.columns import build_column
+from headrace.source.columns import build_column, native
 from headrace.source.options import OpenOptions, choose
 from headrace.source.sparse import from_scipy, is_scipy, slice_rows, take_rows
-from headrace.types import Column, Columns, Rows
+from headrace.types import Column, Columns, Rows, Span
 
 
 class ArraySource:
     """Columns of tensors. It is an `InMemory` source."""
 
     def __init__(
-        self, columns: tuple[Column, ...], stored: Columns, *, origin: str, mapped: bool = False
+        self,
+        columns: tuple[Column, ...],
+        stored: Columns,
+        *,
+        origin: str,
+        mapped: bool = False,
+        spans: Mapping[str, tuple[Span, ...]] | None = None,
     ) -> None:
         lengths = {name: len_of(values) for name, values in stored.items()}
         if len(set(lengths.values())) > 1:
@@ -37,6 +45,7 @@ class ArraySource:
         self.mapped = mapped
         """True when the columns are memory maps of files: reading them may read the disk."""
         self._stored = stored
+        self._spans = dict(spans or {})
         self._served: Columns | None = None
         self._rows = next(iter(lengths.values()))
 
@@ -54,6 +63,14 @@ class ArraySource:
         for name, values in found.items():
             out[name].copy_(values)
         return out
+
+    def spans(self) -> dict[str, tuple[Span, ...]]:
+        """Where in which files the columns lie that are memory maps."""
+        return dict(self._spans)
+
+    def stored(self) -> Columns:
+        """The columns as they lie, before any change of dtype."""
+        return dict(self._stored)
 
     def tensors(self) -> Columns:
         """All columns as they are served; those of another stored dtype are converted once and kept."""
@@ -96,7 +113,7 @@ def from_mapping(
 ) -> ArraySource:
     """A source over named arrays; inputs first, in the order chosen, the target last."""
     roles = choose(list(values), options, origin)
-    columns, stored = [], {}
+    columns, stored, spans = [], {}, {}
     for name, role in [*((n, "input") for n in roles.inputs), (roles.target, "target")]:
         if name is None:
             continue
@@ -104,7 +121,26 @@ def from_mapping(
         column, tensor = build_column(name, value, role=role, classes=options.classes)
         columns.append(column)
         stored[name] = tensor
-    return ArraySource(tuple(columns), stored, origin=origin, mapped=mapped)
+        span = span_of(values[name]) if mapped else None
+        if span is not None and not column.classes:
+            spans[name] = (span,)
+    return ArraySource(tuple(columns), stored, origin=origin, mapped=mapped, spans=spans)
+
+
+def span_of(values: Any) -> Span | None:
+    """Where an array lies in its file; None when it is no map, or torch cannot use the bytes as they are."""
+    if not isinstance(values, np.memmap) or not values.flags.c_contiguous or not values.dtype.isnative:
+        return None
+    if native(values) is not values or values.ndim == 0:
+        return None
+    path = str(values.filename)
+    return Span(
+        path=path,
+        offset=int(values.offset),
+        rows=len(values),
+        row_bytes=values.nbytes // max(len(values), 1),
+        file_bytes=Path(path).stat().st_size,
+    )
 
 
 def from_pair(inputs: Any, target: Any, options: OpenOptions, origin: str) -> ArraySource:

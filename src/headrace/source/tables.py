@@ -190,14 +190,6 @@ def looks_numeric(name: str) -> bool:
     return True
 
 
-def read_parquet(paths: Sequence[Path]) -> Any:
-    """Parquet files, read one after the other, as one Arrow table."""
-    pa = arrow(f"reading {paths[0]}")
-    from pyarrow import parquet
-
-    return joined(pa, paths, lambda path: parquet.read_table(str(path), memory_map=True), "Parquet")
-
-
 def read_ipc(paths: Sequence[Path]) -> Any:
     """Arrow IPC (Feather) files as one table."""
     pa = arrow(f"reading {paths[0]}")

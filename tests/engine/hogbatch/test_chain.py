@@ -243,7 +243,7 @@ def test_a_step_allocates_nothing_large_after_the_first() -> None:
     x, y = torch.randn(32, 64), torch.randint(0, 2, (32,))
     chain.step(x, y, lr=0.1)
     with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+        acc_events=True, activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
     ) as profile:
         chain.step(x, y, lr=0.1)
         chain.step(x[:7], y[:7], lr=0.1)

@@ -1,0 +1,129 @@
+"""How the columns of a source get into slots: wide ones as ranges of files, narrow ones by rows from their
+map.
+
+A column whose block is smaller than `NARROW_BYTES`, as labels are, is read through the page cache, which
+turns its tiny reads into few large ones. Where blocks are of a few rows only, it is gathered by rows from
+its memory map.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from headrace.buffer.direct import FileReader, check_sizes
+from headrace.buffer.passes import Ranges, row_numbers
+from headrace.buffer.pipeline import Failure, Recipe, Work
+from headrace.buffer.reads import JOB_BYTES, Piece, phase, pieces
+from headrace.buffer.slots import Lane, Slot
+from headrace.errors import DataError
+from headrace.types import Columns, Span
+
+NARROW_BYTES = 16 << 10
+"""Below this a read costs more than it brings; a guess between a page and a disk's best size."""
+FEW_ROWS = 16
+"""In blocks of fewer rows, a read for each block costs more than touching the map; a guess."""
+
+
+class SpanCook:
+    """Fills slots from spans of files and from tensors in memory."""
+
+    def __init__(
+        self,
+        stored: Columns,
+        spans: dict[str, tuple[Span, ...]],
+        *,
+        block: int,
+        direct: bool,
+    ) -> None:
+        self.stored = stored
+        self.lanes = tuple(Lane(name, t.dtype, tuple(t.shape[1:])) for name, t in stored.items())
+        self.wide = {lane.name for lane in self.lanes if block == 0 or lane.row_bytes * block >= NARROW_BYTES}
+        self.spans = {
+            lane.name: spans[lane.name]
+            for lane in self.lanes
+            if lane.name in spans
+            and (lane.name in self.wide or block == 0 or block >= FEW_ROWS or stored[lane.name].is_meta)
+        }
+        self._all_spans = spans
+        self.files = FileReader(direct=direct)
+
+    def recipe(self, key: Any, ranges: Ranges, slot: Slot) -> Recipe:
+        """The jobs that bring the rows of ``ranges`` into ``slot``."""
+        check_sizes(self._all_spans)
+        rows = int((ranges[:, 1] - ranges[:, 0]).sum())
+        leads = dict.fromkeys(self.stored, 0)
+        jobs: list[Work] = []
+        for lane in self.lanes:
+            if lane.name in self.spans:
+                spans = self.spans[lane.name]
+                leads[lane.name] = phase(spans, ranges, lane.dtype.itemsize)
+                jobs += self._file_jobs(lane, spans, ranges, leads[lane.name])
+            else:
+                jobs += self._memory_jobs(lane, ranges, rows)
+        return Recipe(key, rows, tuple(jobs), leads)
+
+    def _file_jobs(self, lane: Lane, spans: tuple[Span, ...], ranges: Ranges, lead: int) -> list[Work]:
+        jobs, batch, size = [], [], 0
+        for piece in pieces(spans, ranges):
+            batch.append(piece)
+            size += piece.length
+            if size >= JOB_BYTES:
+                jobs.append(self._file_job(lane, tuple(batch), lead))
+                batch, size = [], 0
+        return [*jobs, self._file_job(lane, tuple(batch), lead)] if batch else jobs
+
+    def _file_job(self, lane: Lane, batch: tuple[Piece, ...], lead: int) -> Work:
+        def work(slot: Slot) -> list[Failure]:
+            address = slot.address(lane.name)
+            view = memoryview(slot.memory[lane.name])
+            failures: list[Failure] = []
+            direct = lane.name in self.wide
+            for piece in batch:
+                at = lead + piece.dest
+                try:
+                    self.files.read(piece, view[at : at + piece.length], address + at, direct=direct)
+                except (DataError, OSError) as error:
+                    failures.append(failed(piece, lane.row_bytes, error))
+            return failures
+
+        return work
+
+    def _memory_jobs(self, lane: Lane, ranges: Ranges, rows: int) -> list[Work]:
+        values = self.stored[lane.name]
+        numbers = row_numbers(ranges)
+        step = max(1, JOB_BYTES // max(lane.row_bytes, 1))
+
+        def job(first: int) -> Work:
+            last = min(first + step, rows)
+
+            def work(slot: Slot) -> list[Failure]:
+                out = slot.tensors(rows, dict.fromkeys(slot.memory, 0))[lane.name][first:last]
+                take_into(values, numbers[first:last], out)
+                return []
+
+            return work
+
+        return [job(first) for first in range(0, rows, step)]
+
+    def close(self) -> None:
+        self.files.close()
+
+
+def failed(piece: Piece, row_bytes: int, error: Exception) -> Failure:
+    """The rows that a piece would have brought, and the error with file and offset."""
+    if not isinstance(error, DataError):
+        error = DataError(
+            f"{piece.span.path} could not be read at byte {piece.offset}: {error}; "
+            'on_error="skip" leaves such rows out'
+        )
+    return piece.dest // row_bytes, -(-(piece.dest + piece.length) // row_bytes), error
+
+
+def take_into(values: torch.Tensor, rows: np.ndarray[Any, Any], out: torch.Tensor) -> None:
+    """Gather rows into given memory, on this thread alone and without the interpreter lock."""
+    if values.dtype == torch.bfloat16:
+        values, out = values.view(torch.int16), out.view(torch.int16)
+    np.take(values.numpy(), rows, axis=0, out=out.numpy(), mode="clip")

@@ -1,0 +1,243 @@
+"""A worker on a device: a replica there, captured steps, and merges that the steps do not wait for.
+
+The replica ``W`` takes several local steps, then pushes ``W - S``, what changed since the last exchange,
+and sets ``S = W``. A helper thread adds that to the shared parameters ``H`` in pieces, and brings ``H``
+back. By then ``W`` has moved on. What the others contributed meanwhile is ``H - S``, and adding it to
+both ``W`` and ``S`` leaves the local steps made since the push as the next difference. (Overwriting ``H``
+with ``W`` would lose the updates that CPU workers made since the pull; overwriting ``W`` with ``H`` would
+lose the device's own.)
+
+One exchange is under way at a time. When the next is due before it came back, the device goes on with
+local steps and pushes later: a slow link makes the replica staler, never idle. Work is reported as
+finished only when its changes are in ``H``, or when another grant waits and will carry them.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from headrace.engine.hogbatch.coordinator import Grant
+from headrace.engine.hogbatch.links import CudaLink, HostLink, Link
+from headrace.engine.hogbatch.options import HogbatchOptions
+from headrace.engine.hogbatch.runner import Report, Work
+from headrace.engine.hogbatch.shared import BEAT, BUSY_NS, CANCEL, GRANT, MERGES, ROWS, UPDATES
+from headrace.engine.hogbatch.steppers import make_stepper
+from headrace.engine.hogbatch.workers import Inbox, ThreadWorker
+
+PIECE = 1 << 20
+"""Elements that the helper merges at a time: other threads get the memory bus and the lock in between."""
+
+GRAPHS = 8
+"""Captured steps kept: one per batch size and step size in use."""
+
+
+class Exchange:
+    """Carries differences to the shared parameters and theirs back, in a helper thread."""
+
+    def __init__(self, shared: dict[str, Tensor], canary: Tensor, link: Link) -> None:
+        self._link = link
+        self._shared = [tensor.view(-1) for tensor in shared.values()]
+        self._canary = canary
+        self.parameters = {name: tensor.to(link.device, copy=True) for name, tensor in shared.items()}
+        self._local = [tensor.view(-1) for tensor in self.parameters.values()]
+        self._snapshot = [tensor.clone() for tensor in self._local]
+        self._way = [tensor.clone() for tensor in self._local]  # on the device: out, then back
+        self._host = [link.on_host(tensor) for tensor in self._shared]
+        self._jobs: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self._back: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self.under_way = False
+        self._helper = threading.Thread(target=self._help, name="headrace-exchange", daemon=True)
+        self._helper.start()
+
+    def push(self) -> None:
+        """Send the changes since the last push on their way; none may be under way."""
+        assert not self.under_way
+        with self._link.working():
+            for local, snapshot, way in zip(self._local, self._snapshot, self._way, strict=True):
+                torch.sub(local, snapshot, out=way)
+                snapshot.copy_(local)
+        with self._link.copying():
+            for host, way in zip(self._host, self._way, strict=True):
+                host.copy_(way, non_blocking=True)
+            mark = self._link.mark()
+        self.under_way = True
+        self._jobs.put(mark)
+
+    def absorb(self, wait: bool = False) -> bool:
+        """Take in what the others contributed, if an exchange came back; True when one did."""
+        if not self.under_way:
+            return False
+        try:
+            came = self._back.get(block=wait)
+        except queue.Empty:
+            return False
+        self.under_way = False
+        if isinstance(came, BaseException):
+            raise came
+        with self._link.working():
+            self._link.wait_there(came)
+            for local, snapshot, way in zip(self._local, self._snapshot, self._way, strict=True):
+                way.sub_(snapshot)
+                local.add_(way)
+                snapshot.add_(way)
+        return True
+
+    def close(self) -> None:
+        self._jobs.put(self)
+        self._helper.join(timeout=10.0)
+
+    def _help(self) -> None:
+        torch.set_num_threads(1)
+        while (mark := self._jobs.get()) is not self:
+            try:
+                self._link.wait_here(mark)
+                for shared, host in zip(self._shared, self._host, strict=True):
+                    for start in range(0, shared.numel(), PIECE):
+                        piece = slice(start, start + PIECE)
+                        shared[piece].add_(host[piece])
+                        host[piece].copy_(shared[piece])
+                self._canary += 1
+                with self._link.copying():
+                    for way, host in zip(self._way, self._host, strict=True):
+                        way.copy_(host, non_blocking=True)
+                    self._back.put(self._link.mark())
+            except Exception as error:
+                self._back.put(error)
+
+
+class DeviceRunner:
+    """A device worker's state between grants."""
+
+    def __init__(
+        self, work: Work, columns: dict[str, Tensor], order: Tensor, options: HogbatchOptions, link: Link
+    ) -> None:
+        self._work, self._order, self._link, self._options = work, order, link, options
+        self._cells = work.board.cells[work.number]
+        self._exchange = Exchange(work.parameters.views(), work.canary.views()["merges"], link)
+        size = sum(column.numel() * column.element_size() for column in columns.values())
+        stays = link.fits(size)
+        self._columns = [c.to(link.device) if stays else c for c in (columns["x"], columns["y"])]
+        buffers = {name: b.to(link.device) for name, b in work.buffers.views().items()}
+        self._stepper = make_stepper(
+            work.module, work.loss, work.optimiser, self._exchange.parameters, buffers
+        )
+        self._loss = torch.zeros((), device=link.device)
+        self._steps: dict[tuple[int, float], tuple[Tensor, Tensor, Callable[[], None]]] = {}
+        self._since_push = 0
+        self._seen = 0
+
+    def run(self, grant: Grant, lr: float, token: int) -> Report:
+        started = time.perf_counter()
+        cells, done = self._cells, 0
+        cells[ROWS] = 0
+        cells[GRANT] = grant.number
+        with self._link.working():
+            self._loss.zero_()
+            x, y = self._gather(grant)
+            for xb, yb in zip(x.split(grant.batch), y.split(grant.batch), strict=True):
+                if cells[CANCEL] != token:
+                    break
+                self._step(xb, yb, lr, full=len(xb) == grant.batch)
+                done += len(xb)
+                cells[UPDATES] += 1
+                cells[BEAT] += 1
+                cells[ROWS] = done
+                self._since_push += 1
+                self._exchange_if_due()
+            loss = float(self._loss)
+        stopped = time.perf_counter()
+        cells[BUSY_NS] += int((stopped - started) * 1e9)
+        return Report(grant.worker, grant.number, done, loss, started, stopped)
+
+    def flush(self) -> None:
+        """Wait until all changes are in the shared parameters, and take in the others'."""
+        self._exchange.absorb(wait=True)
+        if self._since_push:
+            self._push()
+            self._exchange.absorb(wait=True)
+
+    def close(self) -> None:
+        self._exchange.close()
+
+    def _exchange_if_due(self) -> None:
+        bound = self._options.staleness_bound
+        others = self._work.board.others_updates(self._work.number)
+        stale = bound is not None and others - self._seen >= bound
+        self._exchange.absorb(wait=stale)
+        due = self._since_push >= self._options.device_local_steps or stale
+        if due and not self._exchange.under_way:
+            self._push()
+
+    def _push(self) -> None:
+        now = self._work.board.others_updates(self._work.number)
+        self._work.board.saw_staleness(self._work.number, now - self._seen)
+        self._seen, self._since_push = now, 0
+        self._exchange.push()
+        self._cells[MERGES] += 1
+
+    def _gather(self, grant: Grant) -> tuple[Tensor, Tensor]:
+        """The grant's rows on the device: gathered there when the columns are there, else sent pinned."""
+        rows = self._order[grant.start : grant.stop]
+        if self._columns[0].device == self._link.device:
+            rows = rows.to(self._link.device)
+            x, y = (column.index_select(0, rows) for column in self._columns)
+            return x, y
+        sent = []
+        for column in self._columns:
+            staged = self._link.on_host(column[:1].expand(grant.rows, *column.shape[1:]))
+            torch.index_select(column, 0, rows, out=staged)
+            sent.append(staged.to(self._link.device, non_blocking=True))
+        return sent[0], sent[1]
+
+    def _step(self, x: Tensor, y: Tensor, lr: float, full: bool) -> None:
+        if self._link.device.type == "cpu" or not full:
+            began = time.perf_counter()
+            self._loss += self._stepper.step(x, y, lr) * len(x)
+            if self._options.standin_slowdown > 1 and self._link.device.type == "cpu":
+                time.sleep((self._options.standin_slowdown - 1) * (time.perf_counter() - began))
+            return
+        key = (len(x), lr)
+        if key not in self._steps:
+            # The first step of a size runs as it is: it warms up what a capture must find allocated.
+            self._loss += self._stepper.step(x, y, lr) * len(x)
+            if len(self._steps) >= GRAPHS:
+                self._steps.pop(next(iter(self._steps)))
+            self._steps[key] = self._captured(x, y, lr)
+            return
+        into_x, into_y, replay = self._steps[key]
+        into_x.copy_(x)
+        into_y.copy_(y)
+        replay()
+
+    def _captured(self, x: Tensor, y: Tensor, lr: float) -> tuple[Tensor, Tensor, Callable[[], None]]:
+        into_x, into_y = x.clone(), y.clone()
+
+        def act() -> None:
+            self._loss.add_(self._stepper.step(into_x, into_y, lr), alpha=len(into_x))
+
+        return into_x, into_y, self._link.capture(act)
+
+
+def device_worker(
+    work: Work,
+    life: int,
+    columns: dict[str, Tensor],
+    order: Tensor,
+    options: HogbatchOptions,
+    inbox: Inbox,
+) -> ThreadWorker:
+    """A worker on a CUDA device, by the number in its name, or on a CPU core that stands in for one."""
+
+    def make() -> DeviceRunner:
+        link: Link = HostLink()
+        if work.name.startswith("cuda"):
+            link = CudaLink(int(work.name.removeprefix("cuda")) % torch.cuda.device_count())
+        return DeviceRunner(work, columns, order, options, link)
+
+    return ThreadWorker(work, life, make, inbox)

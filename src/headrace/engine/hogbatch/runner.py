@@ -1,0 +1,152 @@
+"""How a CPU worker works through a grant: the same for a thread and for a process.
+
+The rows of a grant are gathered at once, then cut into batches. The worker says on the board how far the
+shared parameters have taken in its work: when it is killed, the coordinator hands out again from there.
+The order of these lines matters: rows are counted after the update or the merge that carries them, so
+that a death between the two repeats a batch rather than skips one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from headrace.engine.hogbatch.coordinator import Grant
+from headrace.engine.hogbatch.replica import Replica
+from headrace.engine.hogbatch.shared import (
+    BEAT,
+    BUSY_NS,
+    CANCEL,
+    GRANT,
+    MERGES,
+    ROWS,
+    UPDATES,
+    Board,
+    SharedTensors,
+)
+from headrace.engine.hogbatch.steppers import OptimiserSpec, make_stepper
+
+SAMPLE_EVERY = 16
+"""Staleness of direct updates is looked at in one of so many: reading all counters takes two microseconds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What a CPU worker needs to begin; plain enough to be sent to a process."""
+
+    name: str
+    number: int
+    """The worker's row of the board: each life of a worker has its own."""
+    module: nn.Module
+    """Used for its structure; its parameters are taken from ``parameters``."""
+    loss: Callable[..., Tensor]
+    optimiser: OptimiserSpec
+    parameters: SharedTensors
+    buffers: SharedTensors
+    canary: SharedTensors
+    data: SharedTensors | None
+    """The columns and the epoch's order in shared memory, for a process."""
+    board: Board
+    merge_every: int
+    staleness_bound: int | None
+    core: int | None
+    seed: int
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a worker says about a grant it is through with."""
+
+    worker: str
+    number: int
+    rows: int
+    loss_sum: float
+    start_s: float
+    stop_s: float
+
+
+class Runner:
+    """A CPU worker's state between grants."""
+
+    def __init__(self, work: Work, columns: dict[str, Tensor], order: Tensor) -> None:
+        self._work = work
+        self._x, self._y = columns["x"], columns["y"]
+        self._order = order
+        self._cells = work.board.cells[work.number]
+        shared = work.parameters.views()
+        self._replica: Replica | None = None
+        parameters = shared
+        if work.merge_every > 1:
+            self._replica = Replica(shared, work.canary.views()["merges"])
+            parameters = self._replica.parameters
+        self._stepper = make_stepper(work.module, work.loss, work.optimiser, parameters, work.buffers.views())
+        self._rows = [torch.empty(0, dtype=c.dtype) for c in (self._x, self._y)]
+
+    def run(self, grant: Grant, lr: float, token: int) -> Report:
+        """Work through a grant until it is done or ``token`` is no longer what the board names."""
+        started = time.perf_counter()
+        cells, done, loss = self._cells, 0, torch.zeros(())
+        cells[ROWS] = 0
+        cells[GRANT] = grant.number
+        if self._replica is not None:
+            self._replica.pull()
+        seen, since = self._work.board.others_updates(self._work.number), 0
+        for steps, (x, y) in enumerate(zip(*self._gather(grant), strict=True), 1):
+            if cells[CANCEL] != token:
+                break
+            loss += self._stepper.step(x, y, lr) * len(x)
+            done += len(x)
+            cells[UPDATES] += 1
+            cells[BEAT] += 1
+            if self._replica is None:
+                cells[ROWS] = done
+                since += 1
+                if since == SAMPLE_EVERY or done == grant.rows:
+                    seen, since = self._sample(seen, since), 0
+            elif steps % self._work.merge_every == 0 or self._too_stale(seen):
+                seen = self._merge(seen, done)
+        if self._replica is not None and cells[ROWS] < done:
+            self._merge(seen, done)
+        stopped = time.perf_counter()
+        cells[BUSY_NS] += int((stopped - started) * 1e9)
+        return Report(grant.worker, grant.number, done, float(loss), started, stopped)
+
+    def flush(self) -> None:
+        """Every grant ends with its changes in the shared parameters."""
+
+    def close(self) -> None:
+        """Nothing is held beyond memory."""
+
+    def _too_stale(self, seen: int) -> bool:
+        bound = self._work.staleness_bound
+        return bound is not None and self._work.board.others_updates(self._work.number) - seen >= bound
+
+    def _sample(self, seen: int, made: int) -> int:
+        now = self._work.board.others_updates(self._work.number)
+        # While this worker made `made` updates the others made `now - seen`: so many fall on each.
+        self._work.board.saw_staleness(self._work.number, round((now - seen) / made))
+        return now
+
+    def _merge(self, seen: int, done: int) -> int:
+        assert self._replica is not None
+        now = self._work.board.others_updates(self._work.number)
+        self._work.board.saw_staleness(self._work.number, now - seen)
+        self._replica.merge()
+        self._cells[MERGES] += 1
+        self._cells[ROWS] = done
+        return now
+
+    def _gather(self, grant: Grant) -> list[tuple[Tensor, ...]]:
+        """The grant's rows, gathered into memory that is kept, and cut into batches."""
+        rows = self._order[grant.start : grant.stop]
+        pieces = []
+        for slot, column in enumerate((self._x, self._y)):
+            if len(self._rows[slot]) < grant.rows:
+                self._rows[slot] = column.new_empty(grant.rows, *column.shape[1:])
+            out = self._rows[slot][: grant.rows]
+            pieces.append(torch.index_select(column, 0, rows, out=out).split(grant.batch))
+        return pieces

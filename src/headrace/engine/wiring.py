@@ -1,0 +1,153 @@
+"""From a source, a plan and options to the feed that gives a loader its rows; and back to it after a
+resume."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+
+from headrace.buffer.passes import PassShape
+from headrace.buffer.pipeline import OnError
+from headrace.engine.feed import BufferedFeed, Feed, Reading, ResidentFeed
+from headrace.engine.placement import MEMORY_SHARE, show
+from headrace.engine.residence import free_memory, row_bytes
+from headrace.engine.reuse import Reuse
+from headrace.errors import OptionError, unknown
+from headrace.order.basic import SequentialOrder
+from headrace.types import Order, Plan, Source, Spanned, State
+
+BLOCK_BYTES = 192 << 10
+"""Larger blocks read no faster on the disks measured, and smaller ones mix better."""
+SECTOR = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoaderOptions:
+    """What a caller may choose about a loader."""
+
+    batch_size: int
+    rounds: int | Literal["auto"] = 1
+    """How often each buffer is used before the next; "auto" as often as loading makes it free."""
+    block: int | Literal["auto"] = "auto"
+    """Neighbouring rows that are read, and shuffled, as one."""
+    seed: int = 0
+    drop_last: bool = False
+    """Leave out the short batch at the end of an epoch."""
+    rank: int = 0
+    world_size: int = 1
+    direct: bool | Literal["auto"] = "auto"
+    """Read past the page cache; "auto" does so when the files exceed memory."""
+    threads: int = 4
+    """Threads that read files."""
+    on_error: OnError = "raise"
+    """"skip" leaves out rows that cannot be read, and counts them."""
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise OptionError(f"batch_size={self.batch_size}; a batch needs at least one row")
+        check_auto("rounds", self.rounds, "every buffer is used at least once")
+        check_auto("block", self.block, "a block needs at least one row")
+        if self.threads < 1:
+            raise OptionError(f"threads={self.threads}; at least one thread must read")
+        if self.on_error not in ("raise", "skip"):
+            raise unknown("on_error", self.on_error, ("raise", "skip"))
+        if self.direct not in (True, False, "auto"):
+            raise unknown("direct", self.direct, ("auto", "True", "False"))
+
+
+def check_auto(name: str, value: Any, why: str) -> None:
+    """A positive number, or "auto"."""
+    if isinstance(value, str):
+        if value != "auto":
+            raise unknown(name, value, ("auto", "1", "4", "64"))
+    elif value < 1:
+        raise OptionError(f"{name}={value}; {why}")
+
+
+def make_feed(source: Source, device: torch.device, plan: Plan, options: LoaderOptions, order: Order) -> Feed:
+    """The feed that the plan asks for."""
+    shape = PassShape(
+        rows=len(source), batch_size=options.batch_size, seed=options.seed, rank=options.rank,
+        world_size=options.world_size, drop_last=options.drop_last,
+    )  # fmt: skip
+    reuse = Reuse(options.rounds, device, options.world_size)
+    if plan["residence"] != "buffered":
+        return ResidentFeed(source, device, plan, shape, reuse)
+    per_row = stored_row_bytes(source)
+    block, why = choose_block(source, per_row, options, order)
+    rows = max(1, int(plan["buffer_bytes"] // per_row))
+    natural = getattr(source, "block_rows", None) is not None
+    shape = replace(shape, block=block, buffer_rows=rows, shift=not natural)
+    plan = plan.with_("block", block, why)
+    plan = plan.with_("buffers", shape.buffers, f"of at most {rows} rows each make up a pass")
+    return buffered(source, device, plan, shape, reuse, options)
+
+
+def buffered(
+    source: Source, device: torch.device, plan: Plan, shape: PassShape, reuse: Reuse, options: LoaderOptions
+) -> BufferedFeed:
+    """A feed that reads part after part."""
+    direct, why = choose_direct(source, options)
+    plan = plan.with_("direct_io", direct, why)
+    reading = Reading(threads=options.threads, direct=direct, on_error=options.on_error)
+    return BufferedFeed(source, device, plan, shape, reuse, reading)
+
+
+def resume_feed(feed: Feed, device: torch.device, saved: State, options: LoaderOptions) -> Feed:
+    """The feed that goes on as the one that was saved, even where the plan would now be another."""
+    source: Source = feed.source  # type: ignore[attr-defined]
+    shape = PassShape(**saved["shape"])
+    reuse = Reuse(options.rounds, device, options.world_size)
+    reuse.load_state_dict(saved["reuse"])
+    feed.close()
+    if saved["residence"] == "buffered":
+        plan = feed.plan.with_("residence", "buffered", "the run that goes on was buffered")
+        return buffered(source, device, plan, shape, reuse, options)
+    kept = feed.plan["residence"]
+    plan = feed.plan if kept != "buffered" else feed.plan.with_("residence", "memory", "as in the saved run")
+    return ResidentFeed(source, device, plan, shape, reuse)
+
+
+def stored_row_bytes(source: Source) -> float:
+    """Bytes of one row as they lie in a slot."""
+    if isinstance(source, Spanned) and not any(column.sparse for column in source.columns):
+        return sum(t.dtype.itemsize * math.prod(t.shape[1:]) for t in source.stored().values())
+    return row_bytes(source)
+
+
+def choose_block(source: Source, per_row: float, options: LoaderOptions, order: Order) -> tuple[int, str]:
+    """Rows in a block, and why."""
+    if isinstance(order, SequentialOrder):
+        return 0, "rows are taken as they lie"
+    if not isinstance(options.block, str):
+        return options.block, "as asked"
+    if getattr(source, "fresh", False):
+        return 1, "the dataset is asked for single rows, so single rows are shuffled"
+    natural = getattr(source, "block_rows", None)
+    if natural is not None:
+        return int(natural), "so many rows lie together in the files and are decoded together"
+    block = max(1, round(BLOCK_BYTES / max(per_row, 1)))
+    # Blocks that end on a sector need no copy on their way from the disk.
+    step = SECTOR // math.gcd(SECTOR, max(int(per_row), 1))
+    if block >= step:
+        block -= block % step
+    return block, f"about {show(BLOCK_BYTES)}: larger blocks read no faster, smaller ones mix better"
+
+
+def choose_direct(source: Source, options: LoaderOptions) -> tuple[bool, str]:
+    """Whether files are read past the page cache, and why."""
+    if not isinstance(options.direct, str):
+        return options.direct, "as asked"
+    if not isinstance(source, Spanned) or not source.spans():
+        return False, "the rows are not ranges of files"
+    size = sum(span.rows * span.row_bytes for spans in source.spans().values() for span in spans)
+    free = free_memory()
+    if size > MEMORY_SHARE * free:
+        return (
+            True,
+            f"{show(size)} of files would push everything else out of the {show(free)} of free memory",
+        )
+    return False, f"{show(size)} of files may stay in the page cache for the next pass"

@@ -1,0 +1,125 @@
+"""One learning run: topics, priors, the number of the next step, and the workers' memory.
+
+The estimator is the face; this is the engine room. It knows documents only as `Corpus` chunks, so a matrix in
+memory, a file read in pieces and a stream are the same to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headrace.topics.bound import completion_perplexity, document_bound, topic_bound
+from headrace.topics.compiled import announce
+from headrace.topics.corpus import Corpus
+from headrace.topics.estep import EPS, RUN, Inference, Run, infer_all, runs_of
+from headrace.topics.local import Step, Tally, batch_pass, run_steps
+from headrace.topics.options import Settings
+from headrace.topics.priors import improved
+from headrace.topics.state import Scratch, Topics
+
+
+class Learner:
+    """Learns `topics` from chunks of documents."""
+
+    def __init__(self, topics: Topics, settings: Settings, step: int = 1) -> None:
+        self.topics = topics
+        self.settings = settings
+        self.step = step
+        """The number of the next mini-batch, from 1 as in scikit-learn."""
+        self.how = Inference(
+            alpha=settings.alpha,
+            tol=settings.tol,
+            max_iter=settings.max_doc_iter,
+            collapsed=settings.collapsed,
+            noise=settings.noise,
+        )
+        self.workers = [Scratch(topics.topics, topics.features) for _ in range(settings.jobs)]
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the topics and of all workers."""
+        return self.topics.nbytes + sum(worker.nbytes for worker in self.workers)
+
+    def online(self, corpus: Corpus, total: float) -> Tally:
+        """One step per mini-batch of ``corpus``, which stands for ``total`` documents."""
+        runs = runs_of(len(corpus), self.settings.batch_size)
+        if not runs:
+            return Tally()
+        first, self.step = self.step, self.step + len(runs)
+        if self.settings.device != "cpu":
+            from headrace.topics.batched import run_steps_on
+
+            return run_steps_on(
+                self.settings.device, self.topics, corpus, runs, self.how, self.settings.rate, first, total
+            )
+        return run_steps(
+            self.topics, corpus, runs, lambda: self.how, self.settings.rate, first, total, self.workers,
+            self._observe if self.settings.learn_priors else None,
+        )  # fmt: skip
+
+    def batch(self, chunks: Iterable[Corpus]) -> Tally:
+        """One pass of batch learning."""
+        size = max(self.settings.batch_size, RUN)
+        done = batch_pass(
+            self.topics, ((c, runs_of(len(c), self._share(c, size))) for c in chunks), self.how, self.workers,
+            self.step, self._observe_batch if self.settings.learn_priors else None,
+        )  # fmt: skip
+        self.step += 1
+        return done
+
+    def _share(self, corpus: Corpus, size: int) -> int:
+        """Documents per run: small enough that every worker gets some."""
+        return max(16, min(size, -(-len(corpus) // len(self.workers))))
+
+    def _observe(self, step: Step, gammas: NDArray[np.float32]) -> None:
+        # Threads may do this at the same time; one of the two small moves is then lost, and nothing else.
+        self.how = replace(self.how, alpha=improved(self.how.alpha, gammas, step.weight))
+
+    def _observe_batch(self, run: Run, gammas: NDArray[np.float32]) -> None:
+        self.how = replace(self.how, alpha=improved(self.how.alpha, gammas, 0.25))
+
+    def infer(self, corpus: Corpus, eps: float = EPS) -> NDArray[np.float32]:
+        """γ of every document."""
+        if self.settings.device != "cpu":
+            from headrace.topics.batched import infer_all_on
+
+            return infer_all_on(self.settings.device, self.topics, corpus, self.how)
+        return infer_all(self.topics, corpus, self.how, self.workers, eps=eps)
+
+    def bound(self, corpus: Corpus, gammas: NDArray[Any] | None = None) -> float:
+        """The documents' part of the bound."""
+        gammas = self.infer(corpus) if gammas is None else gammas
+        return document_bound(self.topics, corpus, gammas, self.how.alpha, self.workers)
+
+    def perplexity(self, chunks: Iterable[Corpus]) -> float:
+        """exp(−bound per word) of all chunks together, scikit-learn's definition."""
+        value, words = topic_bound(self.topics), 0.0
+        for corpus in chunks:
+            value += self.bound(corpus)
+            words += corpus.words
+        return float(np.exp(-value / words)) if words else float("nan")
+
+    def completion(self, observed: Corpus, hidden: Corpus) -> float:
+        """Held-out perplexity by document completion."""
+        return completion_perplexity(self.topics, observed, hidden, self.how, self.workers)
+
+
+def warm_up() -> None:
+    """Compile every kernel, or load it from the cache; says so when it takes long."""
+    corpus = Corpus(
+        np.array([0, 1], dtype=np.int64), np.zeros(1, dtype=np.int32), np.ones(1, dtype=np.float32), 1
+    )
+    with announce("the topic kernels"):
+        from headrace.topics.bound import word_sum
+        from headrace.topics.local import Rate
+
+        topics = Topics.from_components(np.ones((1, 1)), 1.0)
+        how = Inference(alpha=np.ones(1, dtype=np.float32))
+        workers = [Scratch(1, 1)]
+        run_steps(topics, corpus, [(0, 1)], lambda: how, Rate(), 1, 1.0, workers)
+        word_sum(topics, corpus, np.ones((1, 1)), workers, collapsed=True)

@@ -1,0 +1,295 @@
+"""The buffered loader as a user meets it: faults, interruption, memory, rounds that adapt."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from headrace.buffer.slots import Slot
+from headrace.engine.loader import Loader
+from headrace.errors import DataError, OptionError, WorkerError
+from headrace.source import open_source
+
+ROWS = 5000
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    x = np.arange(ROWS, dtype=np.float32)[:, None] * np.ones((1, 50), np.float32)
+    np.save(tmp_path / "x.npy", x)
+    np.save(tmp_path / "y.npy", (np.arange(ROWS) * 7 % 10).astype(np.uint8))
+    return tmp_path
+
+
+def loader(folder: Any, **options: Any) -> Loader:
+    return Loader(folder, **{"batch_size": 100, "buffer": 800 * 201, "block": 40, "device": "cpu", **options})
+
+
+def readers() -> list[str]:
+    """Our threads that run. One that was interrupted before its start has no identity, and never runs."""
+    return [t.name for t in threading.enumerate() if t.name.startswith("headrace") and t.ident is not None]
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_rows_and_labels_stay_together(folder: Path, direct: bool) -> None:
+    with loader(folder, direct=direct) as batches:
+        assert batches.plan["residence"] == "buffered"
+        for _ in range(2):
+            seen = []
+            for x, y in batches:
+                assert x.shape == (100, 50)
+                assert (x[:, 0].long() * 7 % 10).equal(y)
+                assert x.min(1).values.equal(x.max(1).values)
+                seen += x[:, 0].tolist()
+            assert sorted(seen) == list(range(ROWS))
+
+
+def test_columns_of_another_stored_type_are_served_as_promised(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.arange(3000, dtype=np.float64).reshape(1000, 3))
+    np.save(tmp_path / "y.npy", np.arange(1000, dtype=np.int16))
+    with Loader(tmp_path, 64, buffer=100 * 26, device="cpu") as batches:
+        for x, y in batches:
+            assert x.dtype == torch.float32
+            assert y.dtype == torch.int64
+            assert x[:, 0].equal(3.0 * y)
+
+
+def test_tensors_beyond_the_device_pass_through_buffers_too() -> None:
+    x = torch.randn(1000, 7)
+    with Loader((x, torch.arange(1000)), 30, buffer=120 * 36, device="cpu") as batches:
+        assert all(values.equal(x[rows]) for values, rows in batches)
+
+
+def test_breaking_off_leaves_no_thread_and_no_file(folder: Path) -> None:
+    batches = loader(folder)
+    threads, files = threading.active_count(), open_files()
+    for _ in batches:
+        break
+    assert threading.active_count() == threads
+    assert open_files() == files
+    assert len(list(batches)) == len(batches)
+    batches.close()
+    assert (threading.active_count(), open_files()) == (threads, files)
+
+
+def test_letting_go_of_a_loader_ends_its_readers(folder: Path) -> None:
+    threads = threading.active_count()
+    batches = loader(folder)
+    list(batches)
+    assert threading.active_count() > threads, "readers should be at work on the next pass"
+    del batches
+    assert threading.active_count() == threads
+
+
+def test_fifty_interrupts_leave_nothing_behind(folder: Path) -> None:
+    """Ctrl-C at fifty moments; each time threads, slots and files are as before."""
+
+    def held() -> list[Any]:
+        return [o for o in gc.get_objects() if type(o) is Slot and (o.memory or o._registered)]
+
+    batches = loader(folder)
+    list(batches)
+    batches.close()
+    files, interrupted = open_files(), 0
+    for k in range(50):
+        ctrl_c = threading.Timer(0.0005 + 0.0004 * k, os.kill, [os.getpid(), signal.SIGINT])
+        try:
+            ctrl_c.start()
+            # An interrupt that falls into a callback of the garbage collector is lost in Python: hence a
+            # bound.
+            for _ in range(2000):
+                for _ in batches:
+                    pass
+        except KeyboardInterrupt:
+            interrupted += 1
+        ctrl_c.join()
+        batches.close()
+        assert readers() == []
+        assert k % 10 or held() == []
+        assert open_files() == files
+    assert interrupted >= 45
+    assert len(list(batches)) == len(batches)
+    batches.close()
+
+
+def test_memory_stays_within_what_was_declared(tmp_path: Path) -> None:
+    """Peak memory of a process that streams 400 MB through buffers of 32 MB, above one that only imports."""
+    np.lib.format.open_memmap(tmp_path / "x.npy", mode="w+", dtype=np.uint8, shape=(100_000, 4000))[:] = 7
+    program = textwrap.dedent("""
+        import resource, sys
+        from headrace.engine.loader import Loader
+        def peak():
+            lines = open("/proc/self/status").read().splitlines()
+            return int(next(l for l in lines if l.startswith("VmHWM")).split()[1]) * 1024
+        batches = Loader(sys.argv[1], 500, buffer=32 << 20, device="cpu", direct=True)
+        next(iter(Loader(sys.argv[1], 500, buffer=2 << 20, device="cpu", direct=True)))
+        before = peak()
+        rows = sum(len(batch[0]) for batch in batches)
+        print(rows, peak() - before)
+    """)
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=True
+    )
+    rows, grown = map(int, done.stdout.split())
+    assert rows == 100_000
+    assert grown <= 2 * (32 << 20) + 40_000_000, "two slots, bounce buffers and batches"
+    assert grown >= 32 << 20, "a measurement that sees no slot measures nothing"
+
+
+def test_a_file_that_changes_during_the_run_is_named(folder: Path) -> None:
+    batches = loader(folder)
+    iterator = iter(batches)
+    next(iterator)
+    with (folder / "x.npy").open("ab") as file:
+        file.write(b"grown")
+    with pytest.raises(DataError, match=r"x\.npy had .* somebody writes to it"):
+        list(iterator)
+    batches.close()
+
+
+def test_unreadable_rows_are_skipped_counted_and_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from headrace.buffer.direct import FileReader
+
+    real = FileReader._read_cached
+
+    def broken(self: FileReader, piece: Any, into: memoryview, done: int) -> None:
+        if piece.offset <= 128 + 200 * 1234 < piece.offset + piece.length:
+            raise OSError(5, "Input/output error")
+        real(self, piece, into, done)
+
+    monkeypatch.setattr(FileReader, "_read_cached", broken)
+    with pytest.raises(DataError, match=r"x\.npy could not be read at byte .*on_error"):
+        list(loader(folder, block=100, buffer=1000 * 201))
+    with loader(folder, on_error="skip", block=100, buffer=1000 * 201) as batches:
+        seen = [int(v) for x, _ in batches for v in x[:, 0]]
+        missing = set(range(ROWS)) - set(seen)
+        assert len(seen) == len(set(seen))
+        assert 1234 in missing
+        assert batches.statistics.skipped_rows == len(missing)
+        assert "could not be read" in batches.statistics.failures[0]
+
+
+def test_a_transform_that_fails_names_file_and_rows(folder: Path) -> None:
+    def fail(x: torch.Tensor) -> torch.Tensor:
+        raise ZeroDivisionError("by zero")
+
+    with pytest.raises(
+        WorkerError, match=r"rows \d+, .* and 95 more of the folder .*ZeroDivisionError: by zero"
+    ):
+        list(loader(folder, transform=fail))
+
+
+def test_sorted_labels_are_warned_of(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.zeros((1000, 8), np.float32))
+    np.save(tmp_path / "y.npy", np.repeat(np.arange(10), 100))
+    with (
+        pytest.warns(UserWarning, match="sorted by label"),
+        Loader(tmp_path, 50, buffer=100 * 40, block=100, device="cpu") as batches,
+    ):
+        list(batches)
+
+
+def test_rounds_adapt_and_a_resumed_run_keeps_them(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The clock is the test's: loads take 3.5 s, rounds 1 s, so three rounds are free once both are known.
+    monkeypatch.setattr("headrace.engine.reuse.Reuse.loaded", lambda self, s: settle(self))
+    monkeypatch.setattr("headrace.engine.reuse.RoundClock.finished", lambda self: [1.0])
+
+    def settle(reuse: Any) -> None:
+        reuse.timing = reuse.timing.with_load(3.5)
+
+    batches = loader(folder, rounds="auto")
+    straight = [batch[0][:, 0].tolist() for batch in batches]
+    assert batches.rounds_history[0]["rounds"] == 3
+    assert "a load takes" in batches.rounds_history[0]["why"]
+    assert len(straight) == len(batches) == 150
+    batches.close()
+
+    broken = loader(folder, rounds="auto")
+    iterator = iter(broken)
+    seen = [next(iterator)[0][:, 0].tolist() for _ in range(31)]
+    state = broken.state_dict()
+    broken.close()
+    resumed = loader(folder, rounds="auto")
+    resumed.load_state_dict(state)
+    seen += [batch[0][:, 0].tolist() for batch in resumed]
+    assert seen == straight
+    assert resumed.rounds_history == batches.rounds_history
+    resumed.set_step_size(0.1)
+    resumed.set_step_size(0.001)
+    list(resumed)
+    assert resumed.rounds_history[-1]["rounds"] == 1
+    resumed.close()
+
+
+def test_ranks_without_a_common_choice_are_refused(folder: Path) -> None:
+    with pytest.raises(OptionError, match="one rank can choose for all"):
+        list(loader(folder, rounds="auto", rank=0, world_size=2))
+
+
+def test_killed_and_resumed_is_as_if_never_killed(folder: Path, tmp_path: Path) -> None:
+    """A process is killed without warning after saving states; another goes on from the last one."""
+    program = textwrap.dedent("""
+        import json, os, signal, sys
+        from headrace.engine.loader import Loader
+        folder, log, state_path, stop = sys.argv[1:]
+        batches = Loader(folder, 100, buffer=800 * 201, block=40, rounds=2, device="cpu")
+        if os.path.exists(state_path):
+            batches.load_state_dict(json.load(open(state_path)))
+        done = 0
+        while batches.epoch < 2:
+            for x, y in batches:
+                with open(log, "a") as file:
+                    file.write(json.dumps(x[:, 0].tolist()) + "\\n")
+                with open(state_path + ".new", "w") as file:
+                    json.dump(batches.state_dict(), file)
+                os.replace(state_path + ".new", state_path)
+                done += 1
+                if done == int(stop):
+                    os.kill(os.getpid(), signal.SIGKILL)
+    """)
+
+    def run(log: str, stop: int) -> int:
+        arguments = [sys.executable, "-c", program, str(folder), log, log + ".state", str(stop)]
+        return subprocess.run(arguments, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False).returncode
+
+    assert run(str(tmp_path / "straight"), 0) == 0
+    assert run(str(tmp_path / "broken"), 37) == -signal.SIGKILL
+    assert run(str(tmp_path / "broken"), 0) == 0
+    assert (tmp_path / "broken").read_text() == (tmp_path / "straight").read_text()
+
+
+def test_the_plan_tells_every_choice(folder: Path) -> None:
+    plan = loader(folder, rounds="auto").plan
+    for name in ("residence", "buffer_bytes", "block", "buffers", "direct_io", "rounds"):
+        assert name in plan
+    assert "asked for" in str(plan)
+    assert open_source(folder).spans()["x"][0].row_bytes == 200
+
+
+@pytest.mark.gpu
+def test_buffers_reach_the_device_whole(folder: Path) -> None:
+    with loader(folder, device="cuda", direct=True) as batches:
+        for _ in range(2):
+            seen = []
+            for x, y in batches:
+                assert x.is_cuda
+                assert (x[:, 0].long() * 7 % 10).equal(y)
+                seen += x[:, 0].tolist()
+            assert sorted(seen) == list(range(ROWS))
+        declared = sum(slot.memory["x"].size() for slot in batches._feed._stage.pipeline.slots)  # type: ignore[attr-defined]
+        assert declared <= 2 * 800 * 201 + 2 * 8192
