@@ -116,7 +116,9 @@ def _formulas(page: Page) -> dict[str, Any]:
 def _accuracy(page: Page, options: PaperOptions) -> list[dict[str, Any]]:
     page.heading("Accuracy and time beside peers")
     rows = int(np.clip(ROWS_PER_SECOND * options.seconds, 1000, 60_000))
-    results, missing, end = [], [], time.perf_counter() + options.seconds
+    results: list[dict[str, Any]] = []
+    missing: list[str] = []
+    end = time.perf_counter() + options.seconds
     for name in SETS:
         try:
             split = load(name, rows, 10_000)
