@@ -1,11 +1,10 @@
 """How many environment steps per CPU-second does A2C make, here and in stable-baselines3?
 
-Same environment code, same network (two 64-64 tanh branches; NatureCNN), n_steps=5, RMSprop, one torch
-thread on both sides, in one process, interleaved; CPU time of the process, warm-up excluded. "rows" steps
-one Python environment per row (gymnasium's SyncVectorEnv here, DummyVecEnv there); "vector" steps
-gymnasium's CartPoleVectorEnv on both sides, there through an adapter that resets as DummyVecEnv would report
-it. Atari here is ale-py's AtariVectorEnv with one emulator thread; there it is the usual wrapper chain, and
-"same env" feeds it AtariVectorEnv through the adapter.
+Same environment code, same network (two 64-64 tanh branches; NatureCNN), n_steps=5, RMSprop, one torch thread on both
+sides, in one process, interleaved; CPU time of the process, warm-up excluded. "rows" steps one Python environment per
+row (gymnasium's SyncVectorEnv here, DummyVecEnv there); "vector" steps gymnasium's CartPoleVectorEnv on both sides,
+there through an adapter that resets as DummyVecEnv would report it. Atari here is ale-py's AtariVectorEnv with
+one emulator thread; there it is the usual wrapper chain, and "same env" feeds it AtariVectorEnv through the adapter.
 
     python benchmarks/bench_agents.py              # CartPole, about 40 s of CPU
     python benchmarks/bench_agents.py atari        # Pong, about 2 minutes; needs ale-py and opencv

@@ -79,9 +79,7 @@ def lenet() -> nn.Module:
 
 
 def digits(rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """scikit-learn's digits at MNIST's size, repeated with noise to so many rows; every tenth image is held
-    out.
-    """
+    """scikit-learn's digits at MNIST's size, repeated with noise to so many rows; every tenth image is held out."""
     from sklearn.datasets import load_digits
 
     found = load_digits()

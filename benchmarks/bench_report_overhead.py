@@ -7,11 +7,11 @@ run of that speed does. Low is good; 1.00 is free.
 
     python benchmarks/bench_report_overhead.py [--train]
 
-Both sides take turns in one process, 1,500 steps each: several times as long as the recorder waits between
-two writes, so that its background thread's work falls into the turn that caused it. CPU time is that of the
-whole process, that thread included; medians of all turns are compared. The steps sleep instead of training,
-so the difference in CPU time is the cost of recording and little else; ``--train`` takes steps of a small
-network instead, whose difference drowns in noise where other programs use the cores too.
+Both sides take turns in one process, 1,500 steps each: several times as long as the recorder waits between two
+writes, so that its background thread's work falls into the turn that caused it. CPU time is that of the whole
+process, that thread included; medians of all turns are compared. The steps sleep instead of training, so the
+difference in CPU time is the cost of recording and little else; ``--train`` takes steps of a small network
+instead, whose difference drowns in noise where other programs use the cores too.
 
 Measured on 2 shared x86-64 cores (18 November 2026), Python 3.11, torch 2.13 CPU, beside other work:
 
@@ -142,10 +142,8 @@ def compare(name: str, step: Step, options: argparse.Namespace, every: int) -> N
         }
         plain_us, recorded_us = (quiet[side] / options.steps * 1e6 for side in ("plain", "recorded"))
         print(
-            f"{name:8} every {every:2}: {what:4} plain {plain_us:6.1f} µs a step, recorded "
-            f"{recorded_us:6.1f} µs, "
-            f"difference {recorded_us - plain_us:5.1f} µs = "
-            f"{(recorded_us - plain_us) / (STEP_S * 1e6):6.2%} of "
+            f"{name:8} every {every:2}: {what:4} plain {plain_us:6.1f} µs a step, recorded {recorded_us:6.1f} µs, "
+            f"difference {recorded_us - plain_us:5.1f} µs = {(recorded_us - plain_us) / (STEP_S * 1e6):6.2%} of "
             f"{STEP_S * 1e6:.0f} µs  ({rows} rows)"
         )
 

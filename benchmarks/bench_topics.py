@@ -4,10 +4,10 @@ Command: ``HEADRACE_DATA=... python benchmarks/bench_topics.py [--data ap kos ni
 (needs the ``topics`` extra; gensim is measured when it is installed).
 
 Every library makes five passes of online variational Bayes over the same 90 % of the documents with the same
-options (batch 256, offset 10, decay 0.7, priors 1/K, convergence 1e-3 or 100 iterations). CPU time of the
-whole process over ``fit``, rounds interleaved, the best of each library's rounds. Perplexity: document
-completion on the other 10 %, computed for all libraries by the same code from their topics. High documents
-per second are good; a perplexity is comparable when it is within 1 % of scikit-learn's.
+options (batch 256, offset 10, decay 0.7, priors 1/K, convergence 1e-3 or 100 iterations). CPU time of the whole
+process over ``fit``, rounds interleaved, the best of each library's rounds. Perplexity: document completion on
+the other 10 %, computed for all libraries by the same code from their topics. High documents per second are
+good; a perplexity is comparable when it is within 1 % of scikit-learn's.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Balance a pole: train an agent on CartPole, plot its return over steps and over time, and record an
-episode.
+"""Balance a pole: train an agent on CartPole, plot its return over steps and over time, and record an episode.
 
 Runs in about ten seconds and writes ``cartpole.html`` and, where pygame is installed, ``cartpole.gif``.
 """

@@ -1,5 +1,4 @@
-"""The first run: one network on scikit-learn's digits, by the usual loop and by `headrace.fit`, loss against
-time.
+"""The first run: one network on scikit-learn's digits, by the usual loop and by `headrace.fit`, loss against time.
 
     python examples/plot_first_run.py [OUT.svg]
 

@@ -1,6 +1,4 @@
-"""A plain training loop in NumPy float64: two-layer network, every rule written out. Shares nothing with
-src.
-"""
+"""A plain training loop in NumPy float64: two-layer network, every rule written out. Shares nothing with src."""
 
 from __future__ import annotations
 
