@@ -24,11 +24,11 @@ from headrace.engine.records import Records
 from headrace.engine.run import Run
 from headrace.engine.schedules import make_schedule
 from headrace.engine.session import Parts, Session
-from headrace.engine.setup import choose_device, make_task, open_data
+from headrace.engine.setup import choose_device, make_task, open_data, sample_target
 from headrace.engine.signals import GracefulStop
 from headrace.engine.steps import Stepper
 from headrace.engine.stopping import StopRules
-from headrace.engine.task import TorchTask
+from headrace.engine.task import TorchTask, check_labels
 from headrace.engine.threads import ThreadTrial, candidates
 from headrace.hardware import measure
 from headrace.hardware.system import usable_cores
@@ -183,6 +183,8 @@ class _Fitting:
         for d in found.decisions:
             self.decide(d.name, d.value, d.reason)
         task, loss_name, few, output = make_task(self.model, source, options, device)
+        if held is not None:  # an epoch later would be too late to say so
+            check_labels(task, output, sample_target(held), "the validation data's ")
         self.decide(
             "loss", loss_name, "asked for" if options.loss != "auto" else "follows from the target's type"
         )

@@ -16,6 +16,7 @@ from headrace.errors import DataError, unknown
 CATALOGUE: dict[str, tuple[str, str]] = {
     "eigenpro": ("headrace.papers.eigenpro", "critical batch size of kernel machines, accuracy beside peers"),
     "hsa2c": ("headrace.papers.hsa2c", "actor-critic agents: synchronous, asynchronous and hybrid workers"),
+    "hogbatch": ("headrace.papers.hogbatch", "one run over CPU cores and GPU together, without locks"),
 }
 """Name on the command line → (module, what it shows)."""
 
