@@ -266,6 +266,26 @@ def test_an_exception_in_the_module_names_the_worker_and_the_rows(processes: boo
         run_hogbatch(Breaks(), data(), F.cross_entropy, options(cpu=1, processes=processes))
 
 
+def test_after_an_exception_a_run_goes_on_from_where_it_was() -> None:
+    class Keeps(Observer):
+        state: dict[str, Any]
+
+        def resumable(self, state: dict[str, Any]) -> None:
+            self.state = state
+
+    module, columns, observer = Breaks(), data(), Keeps()
+    with pytest.raises(WorkerError):
+        run_hogbatch(module, columns, F.cross_entropy, options(cpu=2, processes=False), observer)
+    left = sum(stop - start for start, stop in observer.state["remaining"])
+    done = sum(worker["rows"] for worker in observer.state["workers"].values())
+    assert left + done == 1000
+    assert left > 0
+    columns["x"].clamp_(max=2.0)
+    chosen = options(cpu=2, processes=False, epochs=1)
+    result = run_hogbatch(module, columns, F.cross_entropy, chosen, resume=observer.state)
+    assert result.rows == 1000
+
+
 def test_divergence_is_an_error() -> None:
     with pytest.raises(DivergenceError, match="lower lr"):
         run_hogbatch(mlp(), data(), F.cross_entropy, options(optimiser=OptimiserSpec(lr=1e30)))

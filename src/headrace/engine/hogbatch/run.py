@@ -74,6 +74,10 @@ def run_hogbatch(
     try:
         run.start(resume)
         return run.train()
+    except WorkerError:
+        run.close()  # first, so that nobody works any more and the board is final
+        run.observer.resumable(run.surrender())
+        raise
     finally:
         run.close()
         torch.set_num_threads(threads)
@@ -123,6 +127,7 @@ class Run:
         self._epoch_loss, self._epoch_rows = 0.0, 0
         self._stopped_by = "epochs"
         self._last_words: list[str] = []
+        self._closed = False
 
     # Setting up and clearing away.
 
@@ -219,6 +224,9 @@ class Run:
 
     def close(self) -> None:
         """End every worker and give the module its own memory back, with the trained values."""
+        if self._closed:
+            return
+        self._closed = True
         for worker in self.workers.values():
             worker.cancel()
         for worker in [*self.workers.values(), *self._given_up]:
@@ -231,6 +239,14 @@ class Run:
             for name, tensor in tensors:
                 own[name].copy_(views[name])
                 tensor.data = own[name]
+
+    def surrender(self) -> dict[str, Any]:
+        """The state of a run that failed: what was at work counts as far as it came."""
+        self.coordinator.halt()
+        for name in self.workers:
+            cells = self.board.cells[self.rows_of[name][-1]]
+            self.coordinator.died(name, int(cells[GRANT]), int(cells[ROWS]))
+        return self.coordinator.state_dict()
 
     # Training.
 
