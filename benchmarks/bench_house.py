@@ -1,8 +1,8 @@
 """Is `headrace.fit` ever slower than the loop that everybody writes, and what does the house cost?
 
-    python benchmarks/bench_house.py [--quick] [--only steps start overhead gpu] [--rounds N] [--json FILE]
+    python benchmarks/bench_house.py [--quick] [--only steps one-core start overhead gpu] [--rounds N] [--json FILE]
 
-Four questions, both sides of each within this one run:
+Five questions, both sides of each within this one run:
 
 steps     `fit` against the usual loop, a shuffling `DataLoader` over a `TensorDataset` with autograd and
 `torch.optim.SGD`, without workers and with as many as there are cores; the faster of the two counts. The
@@ -202,6 +202,56 @@ def steps(rounds: int, scale: float, only: str = "") -> list[Result]:
     return found
 
 
+def one_core(rounds: int, scale: float) -> list[Result]:
+    """Processor time of the training thread, which other programs hardly disturb, with one thread on one core."""
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(allowed)})
+    torch.set_num_threads(1)
+    print(f"{'case':8}{'batch':>6}{'usual, µs':>11}{'fit, µs':>11}{'ratio':>8}")
+    found: list[Result] = []
+    try:
+        for make in (mlp_case, lenet_case):
+            for batch_size in (1, 16, 64, 256, 1024):
+                case = make(batch_size, scale)
+                short = max(4, case.updates // 10)
+                ours = theirs = float("inf")
+                for _ in range(rounds):
+                    ours = min(ours, seconds_per_update(lambda n, c=case: fit_quietly(c, n), short))
+                    theirs = min(theirs, seconds_per_update(lambda n, c=case: usual_quietly(c, n), short))
+                name = f"{case.name:8}{batch_size:6}"
+                print(f"{name}{theirs * 1e6:11.0f}{ours * 1e6:11.0f}{theirs / ours:8.2f}", flush=True)
+                found.append({"case": case.name, "batch": batch_size, "usual_s": theirs, "fit_s": ours})
+    finally:
+        os.sched_setaffinity(0, allowed)
+    return found
+
+
+def seconds_per_update(train: Callable[[int], object], updates: int) -> float:
+    """The difference between a long and a short training, so that what is done once drops out."""
+    times = []
+    for n in (updates, 4 * updates):
+        begun = time.thread_time()
+        train(n)
+        times.append(time.thread_time() - begun)
+    return (times[1] - times[0]) / (3 * updates)
+
+
+def fit_quietly(case: Case, updates: int) -> object:
+    options = {"lr": LR, "batch_size": case.batch_size, "steps": updates, "progress": False}
+    return hr.fit(case.model(), (case.x, case.y), loss="cross_entropy", log_every=updates, **options)
+
+
+def usual_quietly(case: Case, updates: int) -> object:
+    model = case.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    loader = DataLoader(TensorDataset(case.x, case.y), batch_size=case.batch_size, shuffle=True)
+    for x, y in itertools.islice(endless(loader), updates):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    return model
+
+
 def start(rounds: int, scale: float) -> list[Result]:
     found: list[Result] = []
     for name, arguments in {
@@ -330,6 +380,7 @@ QUESTIONS = {
     "steps": steps,
     "steps-mlp": lambda *sizes: steps(*sizes, only="mlp"),
     "steps-lenet": lambda *sizes: steps(*sizes, only="lenet"),
+    "one-core": one_core,
     "start": start,
     "overhead": overhead,
     "gpu": gpu,
@@ -339,7 +390,9 @@ QUESTIONS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="One round of fewer updates.")
-    parser.add_argument("--only", nargs="+", choices=QUESTIONS, default=["steps", "start", "overhead", "gpu"])
+    parser.add_argument(
+        "--only", nargs="+", choices=QUESTIONS, default=["steps", "one-core", "start", "overhead", "gpu"]
+    )
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--json", type=Path, help="Write the numbers to this file.")
     options = parser.parse_args()
