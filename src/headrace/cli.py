@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import warnings
 from pathlib import Path
-from typing import Annotated, TextIO
+from typing import Annotated, Any, TextIO
 
 import typer
 
@@ -76,16 +76,18 @@ def train(
     checkpoint_s: Annotated[float | None, typer.Option(help="Seconds between checkpoints.")] = None,
     input: Annotated[str | None, typer.Option(help="Name of the input column.")] = None,
     target: Annotated[str | None, typer.Option(help="Name of the target column.")] = None,
+    env: Annotated[
+        str | None, typer.Option(help="Train an agent on this environment instead of data.")
+    ] = None,
+    n_envs: Annotated[int | None, typer.Option(help="Copies of the environment; with --env.")] = None,
+    target_return: Annotated[float | None, typer.Option(help="Stop at this mean return; with --env.")] = None,
     config: Annotated[Path | None, typer.Option(help="Start from a run's config.toml.")] = None,
     resume: Annotated[Path | None, typer.Option(help="Continue this run; other options are kept.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress bar.")] = False,
 ) -> None:
     """Train a model on data and leave a run folder with weights, metrics and a report."""
     values = locals()
-    from headrace.engine.command import print_run
-    from headrace.engine.command import train as run_training
-
-    apart = ("data", "model", "config", "resume", "quiet")
+    apart = ("data", "model", "config", "resume", "quiet", "env")
     given = {k: v for k, v in values.items() if k not in apart and v is not None and v is not False}
     if quiet:
         given["progress"] = False
@@ -94,7 +96,22 @@ def train(
             given[name] = _number_or_text(given[name])
     if "=" in given.get("workers", ""):
         given["workers"] = _pairs("workers", given["workers"])
+    if env is not None:
+        _train_agent(env, data, given)
+        return
+    from headrace.engine.command import print_run
+    from headrace.engine.command import train as run_training
+
     print_run(run_training(data, model, given, config=config, resume=resume))
+
+
+def _train_agent(env: str, data: str | None, given: dict[str, Any]) -> None:
+    from headrace.agents.command import cli_train
+    from headrace.errors import OptionError
+
+    if data is not None:
+        raise OptionError(f"an agent trains on --env {env} and a model on {data}; give one of them")
+    cli_train(env, say=typer.echo, **given)
 
 
 def _pairs(option: str, text: str) -> dict[str, int | float | str | bool]:
