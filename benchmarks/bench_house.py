@@ -214,10 +214,8 @@ def one_core(rounds: int, scale: float) -> list[Result]:
             for batch_size in (1, 16, 64, 256, 1024):
                 case = make(batch_size, scale)
                 short = max(4, case.updates // 10)
-                ours = theirs = float("inf")
-                for _ in range(rounds):
-                    ours = min(ours, seconds_per_update(lambda n, c=case: fit_quietly(c, n), short))
-                    theirs = min(theirs, seconds_per_update(lambda n, c=case: usual_quietly(c, n), short))
+                ours = seconds_per_update(fit_quietly, case, short, rounds)
+                theirs = seconds_per_update(usual_quietly, case, short, rounds)
                 name = f"{case.name:8}{batch_size:6}"
                 print(f"{name}{theirs * 1e6:11.0f}{ours * 1e6:11.0f}{theirs / ours:8.2f}", flush=True)
                 found.append({"case": case.name, "batch": batch_size, "usual_s": theirs, "fit_s": ours})
@@ -226,14 +224,16 @@ def one_core(rounds: int, scale: float) -> list[Result]:
     return found
 
 
-def seconds_per_update(train: Callable[[int], object], updates: int) -> float:
+def seconds_per_update(train: Callable[[Case, int], object], case: Case, updates: int, rounds: int) -> float:
     """The difference between a long and a short training, so that what is done once drops out."""
-    times = []
-    for n in (updates, 4 * updates):
-        begun = time.thread_time()
-        train(n)
-        times.append(time.thread_time() - begun)
-    return (times[1] - times[0]) / (3 * updates)
+    train(case, 2)  # imports and first allocations
+    best = {updates: float("inf"), 5 * updates: float("inf")}
+    for _ in range(rounds):
+        for n in best:
+            begun = time.thread_time()
+            train(case, n)
+            best[n] = min(best[n], time.thread_time() - begun)
+    return (best[5 * updates] - best[updates]) / (4 * updates)
 
 
 def fit_quietly(case: Case, updates: int) -> object:
