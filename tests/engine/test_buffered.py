@@ -112,7 +112,7 @@ def test_fifty_interrupts_leave_nothing_behind(folder: Path) -> None:
             ctrl_c.start()
             # An interrupt that falls into a callback of the garbage collector is lost in Python: hence a
             # bound.
-            for _ in range(2000):
+            for _ in range(50):
                 for _ in batches:
                     pass
         except KeyboardInterrupt:
@@ -293,3 +293,28 @@ def test_buffers_reach_the_device_whole(folder: Path) -> None:
             assert sorted(seen) == list(range(ROWS))
         declared = sum(slot.memory["x"].size() for slot in batches._feed._stage.pipeline.slots)  # type: ignore[attr-defined]
         assert declared <= 2 * 800 * 201 + 2 * 8192
+
+
+def test_fit_trains_through_buffers_and_tells_the_step_size(folder: Path, tmp_path: Path) -> None:
+    import headrace as hr
+
+    told: list[float] = []
+    keep = Loader.set_step_size
+
+    def listen(self: Loader, step_size: float) -> None:
+        told.append(step_size)
+        keep(self, step_size)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Loader, "set_step_size", listen)
+        run = hr.fit(
+            torch.nn.Linear(50, 10), folder, loss=torch.nn.functional.cross_entropy, optimizer="sgd", lr=1e-7,
+            schedule="cosine", epochs=2, batch_size=100, buffer=800 * 201, device="cpu", workers="single",
+            out=tmp_path / "run", seed=0,
+        )  # fmt: skip
+    assert run.plan["residence"] == "buffered"
+    assert run.metrics[-1]["step"] == 100
+    assert len(told) == 14
+    assert told == sorted(told, reverse=True)
+    assert told[-1] < 0.2 * told[0]
+    assert readers() == []

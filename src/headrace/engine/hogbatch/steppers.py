@@ -79,6 +79,9 @@ class ChainStepper:
         self._chain = chain.bind(parameters)
         self._decay = spec.weight_decay
 
+    def fuse(self) -> str:
+        return self._chain.fuse()
+
     def step(self, x: Tensor, y: Tensor, lr: float) -> Tensor:
         return self._chain.step(x, y, lr, self._decay)
 
