@@ -26,7 +26,7 @@ quiet, 2 rounds; LeNet before its layout was planned. One core: `--only one-core
     LeNet, 2 cores    0.87    1.11    1.08    1.09    1.37
     LeNet, 1 core     1.15    1.00  not measured
 
-The overhead has not been told from noise yet: -6 % on the network, under the load above.
+The overhead has not been told from noise yet: -6 % on the network, +15 % on LeNet, under the load above.
 import headrace 0.035 s, headrace --help 0.19 s, the interpreter alone 0.02 s. The GPU part has not been run.
 """
 
