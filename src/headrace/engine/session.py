@@ -285,6 +285,9 @@ class Session:
             "examples": self.at.examples,
             "loss": loss,
         }
+        drifts = getattr(self.parts.loader.order, "drift_ratio", None)
+        if drifts:  # of the last epoch that the order has closed: lower is better balanced
+            row["order_drift_ratio"] = drifts[-1]
         if self.parts.validation is not None:
             started = self.records.seconds
             found = evaluate(self.parts.task, self.parts.validation, self.parts.metrics)
