@@ -91,6 +91,13 @@ def headrace(folder: Path, **options: object) -> Iterator[object]:
         yield from loader
 
 
+def buffers(folder: Path) -> Iterator[object]:
+    """Reading alone: full buffers, without gathering batches."""
+    with Loader(folder, BATCH, device="cpu", buffer="64MiB", direct=True) as loader:
+        for buffer in loader.buffers():
+            yield (buffer.order,)
+
+
 def dataloader(folder: Path) -> Iterator[object]:
     yield from torch.utils.data.DataLoader(Rows(folder), BATCH, shuffle=True, num_workers=2)
 
@@ -122,6 +129,7 @@ def spdl(folder: Path) -> Iterator[object]:
 SIDES: dict[str, Callable[[Path], Iterator[object]]] = {
     "headrace, direct": lambda f: headrace(f, direct=True),
     "headrace, page cache": lambda f: headrace(f, direct=False),
+    "headrace, buffers alone": buffers,
     "headrace, direct, rounds=4": lambda f: headrace(f, direct=True, rounds=4),
     "batched memmap": batched_memmap,
     "torchdata.nodes, batched memmap": nodes,
