@@ -53,6 +53,7 @@ from headrace.engine.loader import Loader
 
 BATCH = 256
 ROW = 3072
+DEVICE = {"name": "cpu"}
 
 
 def write(folder: Path, rows: int) -> None:
@@ -110,19 +111,19 @@ def permuted(folder: Path) -> Iterator[np.ndarray]:
 
 
 def headrace(folder: Path, **options: object) -> Iterator[object]:
-    with Loader(folder, BATCH, device="cpu", buffer="64MiB", **options) as loader:  # type: ignore[arg-type]
+    with Loader(folder, BATCH, device=DEVICE["name"], buffer="64MiB", **options) as loader:  # type: ignore[arg-type]
         yield from loader
 
 
 def resident(folder: Path) -> Iterator[object]:
     """Files that fit in memory: gathered from their memory maps."""
-    with Loader(folder, BATCH, device="cpu", buffer="memory") as loader:
+    with Loader(folder, BATCH, device=DEVICE["name"], buffer="memory") as loader:
         yield from loader
 
 
 def buffers(folder: Path) -> Iterator[object]:
     """Reading alone: full buffers, without gathering batches."""
-    with Loader(folder, BATCH, device="cpu", buffer="64MiB", direct=True) as loader:
+    with Loader(folder, BATCH, device=DEVICE["name"], buffer="64MiB", direct=True) as loader:
         for buffer in loader.buffers():
             yield (buffer.order,)
 
@@ -209,10 +210,14 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=600_000)
     parser.add_argument("--seconds", type=float, default=4.0)
     parser.add_argument("--repeats", type=int, default=4)
+    parser.add_argument(
+        "--device", default="cpu", help="where Headrace's batches go; the others stay on the CPU"
+    )
     parser.add_argument("--warm", action="store_true", help="leave the files in the page cache")
     parser.add_argument("--only", nargs="*", default=None)
     parser.add_argument("--out", type=Path, default=None, help="a JSON file for the numbers")
     options = parser.parse_args()
+    DEVICE["name"] = options.device
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.folder or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
