@@ -315,6 +315,7 @@ def test_fit_trains_through_buffers_and_tells_the_step_size(folder: Path, tmp_pa
         )  # fmt: skip
     assert run.plan["residence"] == "buffered"
     assert run.metrics[-1]["step"] == 100
+    assert {row["rounds"] for row in run.metrics if row["kind"] == "train"} == {1}
     assert len(told) == 14
     assert told == sorted(told, reverse=True)
     assert told[-1] < 0.2 * told[0]
