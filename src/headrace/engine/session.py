@@ -241,6 +241,7 @@ class Session:
                 "lr": self.base_rates[0] * self.parts.schedule(self.at.step - 1),
                 "examples_per_s": sum(self.log.counts) / max(now - self.row_started_s, 1e-9),
                 "wait_s": self.at.wait_s,
+                **self.parts.loader.reuse_values(),
             }
         )
         self.records.span("device", "train", self.row_started_s, now)
