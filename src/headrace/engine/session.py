@@ -150,6 +150,8 @@ class Session:
     def _one_buffer(self, buffer: Buffer, graceful: GracefulStop) -> bool:
         """Train on the rest of the buffer; False when a rule or a signal said stop before its end."""
         position = buffer.cursor
+        # Rounds that adapt follow the step size down; the loader asks when it chooses for the next buffer.
+        self.parts.loader.set_step_size(self.base_rates[0] * self.parts.schedule(self.at.step))
         while position < len(buffer.order) and self.stop_reason is None:
             stretch = self.next_stretch(buffer, position)
             self._run(stretch)

@@ -79,7 +79,8 @@ def make_feed(source: Source, device: torch.device, plan: Plan, options: LoaderO
     per_row = stored_row_bytes(source)
     block, why = choose_block(source, per_row, options, order)
     rows = max(1, int(plan["buffer_bytes"] // per_row))
-    shape = replace(shape, block=block, buffer_rows=rows)
+    natural = getattr(source, "block_rows", None) is not None
+    shape = replace(shape, block=block, buffer_rows=rows, shift=not natural)
     plan = plan.with_("block", block, why)
     plan = plan.with_("buffers", shape.buffers, f"of at most {rows} rows each make up a pass")
     return buffered(source, device, plan, shape, reuse, options)

@@ -14,6 +14,9 @@ from pathlib import Path
 from headrace.errors import DataError, unknown
 
 CATALOGUE: dict[str, tuple[str, str]] = {
+    "bmgd": ("headrace.papers.bmgd", "buffers larger than a batch, used several rounds while the next loads"),
+    "hsa2c": ("headrace.papers.hsa2c", "actor-critic agents: synchronous, asynchronous and hybrid workers"),
+    "hogbatch": ("headrace.papers.hogbatch", "one run over CPU cores and GPU together, without locks"),
     "dpsvi": ("headrace.papers.dpsvi", "topic models: likelihood against time, threads and machines"),
 }
 """Name on the command line → (module, what it shows)."""

@@ -22,6 +22,9 @@ class Observer:
     def note(self, sentence: str) -> None:
         """Something the user should know."""
 
+    def resumable(self, state: dict[str, Any]) -> None:
+        """Just before `epoch_ended`: what `run_hogbatch` takes as ``resume=`` to go on from here."""
+
     def epoch_ended(self, epoch: int) -> bool:
         """All workers rest and the module holds the parameters: evaluate, save. True ends the run.
 

@@ -22,6 +22,7 @@ from headrace.engine.chain import Chain
 from headrace.engine.hogbatch.coordinator import Coordinator, Done, Grant, Instruction, Lost, Replace, Rules
 from headrace.engine.hogbatch.observer import HogbatchResult, Observer, live_row, summarise
 from headrace.engine.hogbatch.options import HogbatchOptions, check_machine, check_module, core_for
+from headrace.engine.hogbatch.rows import to_parts
 from headrace.engine.hogbatch.runner import Work
 from headrace.engine.hogbatch.shared import BEAT, GRANT, MERGES, ROWS, UPDATES, Board, SharedTensors
 from headrace.engine.hogbatch.workers import (
@@ -88,7 +89,7 @@ class Run:
         observer: Observer,
         order: Callable[[int], Tensor] | None,
     ) -> None:
-        rows = check_columns(columns)
+        rows = check_columns(columns, options.devices)
         self.module, self.loss, self.options, self.observer = module, loss, options, observer
         self.notes = check_machine(options) + check_module(module, options)
         plans = options.plans(rows)
@@ -158,9 +159,9 @@ class Run:
             for name, tensor in tensors:
                 tensor.data = views[name]
         self.data = None
-        self._columns, self._order = columns, torch.empty(rows, dtype=torch.int64)
+        self._columns, self._order = to_parts(columns), torch.empty(rows, dtype=torch.int64)
         if self.processes:
-            self.data = SharedTensors({**columns, "order": self._order})
+            self.data = SharedTensors({**self._columns, "order": self._order})
             self._order = self.data.views()["order"]
 
     def start(self, resume: dict[str, Any] | None) -> None:
@@ -197,6 +198,8 @@ class Run:
             board=self.board,
             merge_every=self.merge_every,
             staleness_bound=self.options.staleness_bound,
+            # One worker keeps to the products that the sequential engine uses, to be equal to it bit for bit.
+            fused=self.options.workers > 1 and self.options.batch_size <= 2,
             core=core_for(self.options, number),
             seed=self.options.seed * 1009 + number,
         )
@@ -259,6 +262,7 @@ class Run:
         row = self._row()
         self.observer.metrics({**row, "kind": "epoch", "epoch": epoch, "step": row["updates"], "loss": mean})
         self._trained_s = self._seconds()
+        self.observer.resumable(self.coordinator.state_dict())
         stop = self.observer.epoch_ended(epoch)
         self._clock = time.perf_counter()
         if stop:
@@ -427,17 +431,24 @@ class Run:
         )
 
 
-def check_columns(columns: dict[str, Tensor]) -> int:
+def check_columns(columns: dict[str, Tensor], devices: int) -> int:
     """The number of rows; an error that says what is wrong otherwise."""
     if set(columns) != {"x", "y"}:
         raise DataError(f"workers take the columns x and y, and got {', '.join(sorted(columns)) or 'none'}")
-    x, y = columns["x"], columns["y"]
-    if len(x) != len(y) or not len(x):
-        raise DataError(f"x has {len(x)} rows and y has {len(y)}; both need the same number, above 0")
+    rows = {name: column.shape[0] for name, column in columns.items()}
+    if rows["x"] != rows["y"] or not rows["x"]:
+        raise DataError(f"x has {rows['x']} rows and y has {rows['y']}; both need the same number, above 0")
+    layouts = (torch.strided, torch.sparse_csr)
     for name, column in columns.items():
-        if column.device.type != "cpu" or column.layout != torch.strided:
-            raise DataError(f"{name} is {column.layout} on {column.device}; give dense tensors in CPU memory")
-    return len(x)
+        if column.device.type != "cpu" or column.layout not in layouts:
+            raise DataError(
+                f"{name} is {column.layout} on {column.device}; give dense or CSR tensors in CPU memory"
+            )
+        if devices and column.layout != torch.strided:
+            raise DataError(
+                f"{name} is {column.layout}; device workers take dense tensors: use {name}.to_dense()"
+            )
+    return rows["x"]
 
 
 def _exit(code: int | None) -> str:

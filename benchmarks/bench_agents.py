@@ -1,0 +1,157 @@
+"""How many environment steps per CPU-second does A2C make, here and in stable-baselines3?
+
+Same environment code, same network (two 64-64 tanh branches; NatureCNN), n_steps=5, RMSprop, one torch thread on both
+sides, in one process, interleaved; CPU time of the process, warm-up excluded. "rows" steps one Python environment per
+row (gymnasium's SyncVectorEnv here, DummyVecEnv there); "vector" steps gymnasium's CartPoleVectorEnv on both sides,
+there through an adapter that resets as DummyVecEnv would report it. Atari here is ale-py's AtariVectorEnv with
+one emulator thread; there it is the usual wrapper chain, and "same env" feeds it AtariVectorEnv through the adapter.
+
+    python benchmarks/bench_agents.py              # CartPole, about 40 s of CPU
+    python benchmarks/bench_agents.py atari        # Pong, about 2 minutes; needs ale-py and opencv
+    python benchmarks/bench_agents.py workers      # steps of one and of two workers
+
+RESULTS
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+import numpy as np
+import torch
+
+import headrace as hr
+
+Row = tuple[str, float, float]
+
+
+def adapter(env: Any) -> Any:
+    """A gymnasium vector environment (NEXT_STEP) as a stable-baselines3 VecEnv.
+
+    The reset step is passed on as a step of zero reward: it costs the peer one step in some hundred.
+    """
+    from stable_baselines3.common.vec_env import VecEnv
+
+    class Adapter(VecEnv):
+        def __init__(self) -> None:
+            super().__init__(env.num_envs, env.single_observation_space, env.single_action_space)
+
+        def reset(self) -> Any:
+            return env.reset(seed=0)[0]
+
+        def step_async(self, actions: Any) -> None:
+            self.actions = actions
+
+        def step_wait(self) -> Any:
+            obs, rewards, terminated, truncated, _ = env.step(self.actions)
+            done = terminated | truncated
+            infos: list[dict[str, Any]] = [{} for _ in range(self.num_envs)]
+            for row in np.flatnonzero(done):
+                infos[row]["terminal_observation"] = obs[row]
+                infos[row]["TimeLimit.truncated"] = bool(truncated[row] and not terminated[row])
+            return obs, rewards.astype(np.float32), done, infos
+
+        def close(self) -> None:
+            env.close()
+
+        def env_is_wrapped(self, wrapper_class: Any, indices: Any = None) -> list[bool]:
+            return [False] * self.num_envs
+
+        def env_method(self, *args: Any, **kwargs: Any) -> Any: ...
+        def get_attr(self, name: str, indices: Any = None) -> list[Any]:
+            return [None] * self.num_envs
+
+        def set_attr(self, *args: Any, **kwargs: Any) -> None: ...
+        def seed(self, seed: int | None = None) -> list[Any]:
+            return [None] * self.num_envs
+
+    return Adapter()
+
+
+def cpu_rate(learn: Any, steps: int) -> float:
+    """Steps per CPU-second of this process (its threads included)."""
+    start = time.process_time()
+    learn(steps)
+    return steps / (time.process_time() - start)
+
+
+def compare(name: str, ours: Any, theirs: Any, steps: tuple[int, int], rounds: int = 3) -> Row:
+    """Best of interleaved rounds, after a warm-up round on each side."""
+    best = [0.0, 0.0]
+    for round_ in range(rounds + 1):
+        for side, (learn, count) in enumerate(((ours, steps[0]), (theirs, steps[1]))):
+            rate = cpu_rate(learn, count if round_ else max(count // 10, 80))
+            best[side] = max(best[side], rate if round_ else 0.0)
+    print(f"{name:32} {best[0]:10,.0f} {best[1]:10,.0f} {best[0] / best[1]:8.2f}x", flush=True)
+    return name, best[0], best[1]
+
+
+def sb3(env: Any, policy: str = "MlpPolicy") -> Any:
+    from stable_baselines3 import A2C
+
+    model = A2C(policy, env, n_steps=5, device="cpu", seed=0)
+    return lambda steps: model.learn(steps, reset_num_timesteps=False)
+
+
+def cartpole() -> None:
+    import gymnasium
+    from stable_baselines3.common.env_util import make_vec_env
+
+    for n in (8, 16):
+        agent = hr.ActorCritic("CartPole-v1", n_envs=n, vectorization="sync")
+        compare(
+            f"CartPole, {n} envs, rows", agent.learn, sb3(make_vec_env("CartPole-v1", n)), (60_000, 15_000)
+        )
+        agent = hr.ActorCritic("CartPole-v1", n_envs=n)
+        theirs = sb3(adapter(gymnasium.make_vec("CartPole-v1", num_envs=n)))
+        compare(f"CartPole, {n} envs, vector", agent.learn, theirs, (60_000, 15_000))
+
+
+def atari() -> None:
+    import ale_py
+    import gymnasium
+    from stable_baselines3.common.env_util import make_atari_env
+    from stable_baselines3.common.vec_env import VecFrameStack
+
+    gymnasium.register_envs(ale_py)
+    n, options = 8, {"num_threads": 1}
+    kinds: dict[str, dict[str, Any]] = {
+        "nature": {},
+        "nature, bf16": {"precision": "bfloat16"},
+        "small": {"cnn": "small"},
+        "small, bf16": {"cnn": "small", "precision": "bfloat16"},
+    }
+    usual = VecFrameStack(make_atari_env("PongNoFrameskip-v4", n_envs=n, seed=0), 4)
+    same = adapter(gymnasium.make_vec("ALE/Pong-v5", num_envs=n, **options))
+    for kind, more in kinds.items():
+        agent = hr.ActorCritic("ALE/Pong-v5", n_envs=n, env_options=options, **more)
+        compare(f"Pong, {n} envs, {kind}", agent.learn, sb3(usual, "CnnPolicy"), (2_000, 1_200), rounds=1)
+        if kind == "nature":
+            compare("  same env on both sides", agent.learn, sb3(same, "CnnPolicy"), (2_000, 1_200), rounds=1)
+
+
+def workers() -> None:
+    """CPU-seconds per step must stay what they are, or two cores cannot give twice the steps."""
+    for n in (8, 16):
+        rates = []
+        for count in (1, 2):
+            agent = hr.ActorCritic("CartPole-v1", n_envs=n, workers=count, mode="hybrid")
+            agent.learn(steps=600_000)
+            first, last = agent.metrics_[0], agent.metrics_[-1]
+            wall = (last["step"] - first["step"]) / (last["seconds"] - first["seconds"])
+            cpu = (last["step"] - first["step"]) / (last["cpu_s"] - first["cpu_s"])
+            rates.append(wall)
+            print(
+                f"{n} envs, {count} workers: {wall:,.0f} steps/s, {cpu:,.0f} steps per CPU-second", flush=True
+            )
+        print(f"{n} envs: two workers give {rates[1] / rates[0]:.2f} times one's steps/s", flush=True)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    print(f"{'':32} {'headrace':>10} {'sb3 A2C':>10} {'ratio':>9}   steps per CPU-second")
+    {"cartpole": cartpole, "atari": atari, "workers": workers}[
+        sys.argv[1] if len(sys.argv) > 1 else "cartpole"
+    ]()
