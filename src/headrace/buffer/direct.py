@@ -92,15 +92,18 @@ class FileReader:
         with self._lock:
             if key not in self._files:
                 try:
-                    self._files[key] = os.open(
-                        span.path, os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if direct else 0)
-                    )
+                    file = os.open(span.path, os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if direct else 0))
                 except OSError as error:
                     if direct and error.errno == errno.EINVAL:
                         self.fell_back = True
                         return None
                     raise DataError(f"{span.path} could not be opened: {error.strerror}") from error
-                check_size(span, os.fstat(self._files[key]).st_size)
+                try:
+                    check_size(span, os.fstat(file).st_size)
+                except DataError:
+                    os.close(file)
+                    raise
+                self._files[key] = file
             return self._files[key]
 
     def _bounce(self, size: int) -> tuple[memoryview, np.ndarray[Any, Any]]:
