@@ -97,7 +97,8 @@ def _curves(page: Page, numbers: dict[str, Any]) -> None:
     page.heading("Held-out likelihood against time")
     page.text(
         f"{numbers['topics']} topics, one thread, one seed; mini-batches of 256 (collapsed: 32), offset "
-        "10, decay 0.7. Each point is the log likelihood per word of the second half of held-out documents, given the first half: higher "
+        "10, decay 0.7. Each point is the log likelihood "
+        "per word of the second half of held-out documents, given the first half: higher "
         "is better. All libraries are judged by the same code under their own priors. Time is CPU time of learning."
     )
     if numbers["missing"]:
