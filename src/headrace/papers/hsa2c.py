@@ -96,7 +96,9 @@ def run(options: PaperOptions) -> Path:
             continue
         found[name] = runs
         add_results(page, experiment, runs, options.seeds)
-    (options.out / "hsa2c.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        # Written after every experiment: one that is interrupted leaves the others.
+        (options.out / "hsa2c.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        page.save(options.out / "hsa2c.html")
     return page.save(options.out / "hsa2c.html")
 
 
