@@ -10,8 +10,8 @@ one emulator thread; there it is the usual wrapper chain, and "same env" feeds i
     python benchmarks/bench_agents.py atari        # Pong, about 2 minutes; needs ale-py and opencv
     python benchmarks/bench_agents.py workers      # steps of one and of two workers
 
-Measured on 2 cores of a Xeon (AVX-512, AMX), torch 2.13, gymnasium 1.4, ale-py 0.12.1, stable-baselines3 2.9.2, while the
-machine was busy with other work: read the ratios, not the rates.
+Measured on 2 cores of a Xeon (AVX-512, AMX), torch 2.13, gymnasium 1.4, ale-py 0.12.1, stable-baselines3 2.9.2,
+while the machine was busy with other work: read the ratios, not the rates.
 
                                        headrace    sb3 A2C     ratio   steps per CPU-second
     CartPole, 8 envs, rows               35,138      5,010     7.01x

@@ -1,8 +1,8 @@
 """Agents learn what can be learned, and their values are the ones that theory gives.
 
 False alarms. Synchronous runs with fixed seeds are deterministic on one machine, so these tests cannot flicker; what
-may change from machine to machine is rounding. What was seen: `Recall` was solved in 9 of 9 other runs (three seeds, three
-settings), with a mean of 1.0 each time against the threshold of 0.9.
+may change from machine to machine is rounding. What was seen: `Recall` was solved in 9 of 9 other runs
+(three seeds, three settings), with a mean of 1.0 each time against the threshold of 0.9.
 An agent that guesses has a mean of 5 with a standard error of 0.35 over 20 episodes: it passes by luck less than
 once in 10^20.
 
