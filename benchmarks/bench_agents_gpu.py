@@ -1,7 +1,7 @@
 """How much faster is the captured update than the eager one, on rollouts of recorded shapes?
 
 The learner alone: no environment and no gymnasium. Rollouts of Atari's shape (4, 84, 84), NatureCNN, five steps of
-16, 64 and 256 environments, filled with random pixels; eager against ``compiled=True``, which is one CUDA graph on a device
+16, 64 and 256 environments, filled with random pixels; eager against ``compiled=True``, one CUDA graph on a device
 and `torch.compile` on a CPU.
 
     python benchmarks/bench_agents_gpu.py [cuda|cpu]
