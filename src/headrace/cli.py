@@ -7,8 +7,9 @@ they run, so that ``headrace --help`` stays quick.
 from __future__ import annotations
 
 import sys
+import warnings
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TextIO
 
 import typer
 
@@ -62,7 +63,9 @@ def train(
     rounds: Annotated[
         str | None, typer.Option(help="Rounds per buffer for data beyond memory, or auto.")
     ] = None,
-    workers: Annotated[str | None, typer.Option(help="auto or single.")] = None,
+    workers: Annotated[
+        str | None, typer.Option(help="auto, single, an algorithm such as hogwild, or cpu=2,cuda=1.")
+    ] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:1.")] = None,
     capture: Annotated[str | None, typer.Option(help="auto, graph, compile, chain or eager.")] = None,
     out: Annotated[str | None, typer.Option(help="Folder of the run; runs/... when left out.")] = None,
@@ -73,23 +76,56 @@ def train(
     checkpoint_s: Annotated[float | None, typer.Option(help="Seconds between checkpoints.")] = None,
     input: Annotated[str | None, typer.Option(help="Name of the input column.")] = None,
     target: Annotated[str | None, typer.Option(help="Name of the target column.")] = None,
+    env: Annotated[
+        str | None, typer.Option(help="Train an agent on this environment instead of data.")
+    ] = None,
+    n_envs: Annotated[int | None, typer.Option(help="Copies of the environment; with --env.")] = None,
+    target_return: Annotated[float | None, typer.Option(help="Stop at this mean return; with --env.")] = None,
     config: Annotated[Path | None, typer.Option(help="Start from a run's config.toml.")] = None,
     resume: Annotated[Path | None, typer.Option(help="Continue this run; other options are kept.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress bar.")] = False,
 ) -> None:
     """Train a model on data and leave a run folder with weights, metrics and a report."""
     values = locals()
-    from headrace.engine.command import print_run
-    from headrace.engine.command import train as run_training
-
-    apart = ("data", "model", "config", "resume", "quiet")
+    apart = ("data", "model", "config", "resume", "quiet", "env")
     given = {k: v for k, v in values.items() if k not in apart and v is not None and v is not False}
     if quiet:
         given["progress"] = False
     for name in ("validation", "rounds", "buffer"):
         if name in given:
             given[name] = _number_or_text(given[name])
+    if "=" in given.get("workers", ""):
+        given["workers"] = _pairs("workers", given["workers"])
+    if env is not None:
+        _train_agent(env, data, given)
+        return
+    from headrace.engine.command import print_run
+    from headrace.engine.command import train as run_training
+
     print_run(run_training(data, model, given, config=config, resume=resume))
+
+
+def _train_agent(env: str, data: str | None, given: dict[str, Any]) -> None:
+    from headrace.agents.command import cli_train
+    from headrace.errors import OptionError
+
+    if data is not None:
+        raise OptionError(f"an agent trains on --env {env} and a model on {data}; give one of them")
+    cli_train(env, say=typer.echo, **given)
+
+
+def _pairs(option: str, text: str) -> dict[str, int | float | str | bool]:
+    """``cpu=2,processes=true`` as a dict."""
+    from headrace.errors import OptionError
+
+    words = {"true": True, "false": False}
+    pairs: dict[str, int | float | str | bool] = {}
+    for part in text.split(","):
+        name, equals, value = part.partition("=")
+        if not (name and equals and value):
+            raise OptionError(f"--{option} {text}: give pairs such as cpu=2,cuda=1")
+        pairs[name.strip()] = words.get(value.lower(), _number_or_text(value))
+    return pairs
 
 
 def _number_or_text(text: str) -> int | float | str:
@@ -188,12 +224,26 @@ def play(
         typer.launch(path.resolve().as_uri())
 
 
+def _say_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """One sentence: the line of code that warned tells a user of the command line nothing."""
+    typer.echo(f"headrace: warning: {message}", err=True)
+
+
 def main() -> None:
     """Run the command line and turn exceptions into sentences and exit codes."""
     from headrace.errors import DivergenceError, HeadraceError, UsageError
 
     try:
-        app()
+        with warnings.catch_warnings():
+            warnings.showwarning = _say_warning
+            app()
     except (UsageError, DivergenceError) as error:
         typer.echo(f"headrace: {error}", err=True)
         sys.exit(2)

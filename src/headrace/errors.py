@@ -84,7 +84,8 @@ def unknown(what: str, name: object, options: Iterable[str]) -> OptionError:
     options = sorted(options)
     guess = nearest(str(name), options)
     hint = f"did you mean {guess!r}? " if guess else ""
-    return OptionError(f"unknown {what} {name!r}: {hint}known are {', '.join(options)}")
+    known = f"known are {', '.join(options)}" if options else "none is known here"
+    return OptionError(f"unknown {what} {name!r}: {hint}{known}")
 
 
 def missing_extra(package: str, extra: str, what_for: str) -> MissingExtraError:

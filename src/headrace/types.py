@@ -41,6 +41,8 @@ class Column:
     """``"input"`` or ``"target"``."""
     classes: tuple[str, ...] = ()
     """The names behind an integer target, where the format knows them."""
+    features: tuple[str, ...] = ()
+    """The names of the components, where a table's columns were put side by side."""
 
 
 @runtime_checkable

@@ -135,7 +135,8 @@ def test_a_host_slot_is_not_refilled_before_it_is_copied(folder: Path) -> None:
     stage.start()
     sequencer.until("copied", 1)
     sequencer.until("done", 4)
-    assert sequencer.arrived["read"] == 4, "the host slot was freed before its copy was complete"
+    assert sequencer.arrived["release"] == 0, "the host slot was freed before its copy was complete"
+    assert sequencer.arrived["read"] == 4
     sequencer.open("copied")
     for ranges, _ in steps():
         loaded = stage.take()

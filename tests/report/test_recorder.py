@@ -93,11 +93,11 @@ def test_a_resumed_run_has_the_metrics_of_one_that_was_not_interrupted(tmp_path:
         assert recorder.notes == ["the last line of metrics.jsonl was cut off (21 bytes) and is left out"]
         for step in range(5, 9):
             recorder.metrics(row(step))
+        recorder.span("reader", "read", 7.0, 8.0)  # a new lane first: the old one must keep its number
         recorder.span("device", "step", 7.0, 8.0)
-        recorder.span("reader", "read", 7.0, 8.0)
     assert cut.metrics_path.read_bytes() == whole.metrics_path.read_bytes()
     read = read_timeline(cut.timeline_path)
-    assert [span.lane for span in read.spans] == ["device"] * 7 + ["reader"]
+    assert [span.lane for span in read.spans] == ["device"] * 6 + ["reader", "device"]
     assert read.lanes == ("device", "reader")
     assert [(i.name, i.t_s, i.text) for i in read.instants] == [
         ("resumed", 7.0, "the run was resumed after step 4")
@@ -226,6 +226,21 @@ def test_tensorboard_reads_the_same_numbers(tmp_path: Path) -> None:
     events = accumulator.EventAccumulator(str(folder.tensorboard_path))
     events.Reload()
     assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(1, 1.0), (2, 0.5), (3, 7.0)]
+
+
+def test_a_tensorboard_that_breaks_is_said_and_does_not_stop_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("tensorboard")
+    folder = RunFolder.create(tmp_path)
+    folder.tensorboard_path.write_text("a file where the events' folder should be", encoding="utf-8")
+    with Recorder(folder) as recorder:
+        recorder.metrics(row(1))
+        recorder.flush()
+        recorder.metrics(row(2))
+    assert [r["step"] for r in folder.read_metrics()] == [1, 2]
+    (note,) = recorder.notes
+    assert note.startswith("TensorBoard events ended: ") and note in caplog.text
 
 
 def test_rows_are_thinned_evenly_and_the_last_is_kept() -> None:

@@ -118,14 +118,20 @@ def test_a_topic_that_left_too_early_comes_back(monkeypatch: pytest.MonkeyPatch)
     # One document whose last word only topic 1 explains, and only by a little more than the floor allows.
     block = np.zeros(2 * 16, dtype=np.float32)
     block[0:2], block[16:18] = [1.0, 1e-6], [0.0, 1.0]
-    ints, work, out = np.zeros((5, 32), np.int32), np.zeros((10, 16), np.float32), np.array([1], np.int32)
-    work[9, :2] = [5.0, 2.0]
-    share = np.zeros(16, dtype=np.float32)
-    share[:2] = [1.0, 1e5]
-    revived = kernels._revived(block, 16, out, 1, work[9], False, share, ints[2], work)
-    assert revived
-    share[1] = 1e-5
-    assert not kernels._revived(block, 16, out, 1, work[9], False, share, ints[2], work)
+    numbers, out = np.zeros((6, 16), np.float32), np.array([1], np.int32)
+    offsets = np.zeros(16, np.int32)
+    numbers[0, :2], numbers[1, :2] = [5.0, 2.0], [1.0, 1e5]
+    assert revived(block, out, offsets, numbers)
+    numbers[1, 1] = 1e-5
+    assert not revived(block, out, offsets, numbers)
+
+
+@njit
+def revived(block, out, offsets, numbers):
+    full, share, gamma, e, mask = kernels._rows_of(numbers)
+    sums = full + 5 * numbers.shape[1] * 4
+    at = vector.address
+    return kernels._revived(at(block), 16, at(out), 1, full, False, share, at(offsets), gamma, e, mask, sums)
 
 
 @settings(max_examples=40, deadline=None)

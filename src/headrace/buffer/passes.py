@@ -37,6 +37,8 @@ class PassShape:
     rank: int = 0
     world_size: int = 1
     drop_last: bool = False
+    shift: bool = True
+    """Move block borders from pass to pass; not where blocks are what is decoded together."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
@@ -128,7 +130,7 @@ def permuted_blocks(shape: PassShape, pass_index: int) -> Ranges:
         return np.array([[0, shape.rows]], dtype=np.int64)
     random = np.random.default_rng(np.random.SeedSequence([shape.seed & (2**64 - 1), pass_index, 0xB10C]))
     # The first block is cut short by a random number of rows, so that no two rows are neighbours for ever.
-    offset = int(random.integers(shape.block))
+    offset = int(random.integers(shape.block)) if shape.shift else 0
     edges = np.arange(offset, shape.rows, shape.block, dtype=np.int64)
     edges = np.concatenate(([0], edges[edges > 0], [shape.rows]))
     blocks = np.stack((edges[:-1], edges[1:]), axis=1)

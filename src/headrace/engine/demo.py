@@ -15,12 +15,16 @@ from sklearn.datasets import load_digits
 from headrace.engine.command import print_run
 from headrace.engine.fit import fit
 from headrace.engine.run import Run
+from headrace.errors import RunFolderError
 
 
 def write_digits(folder: Path) -> Path:
     """The digits as columns ``x`` (uint8 images) and ``y`` (classes)."""
     images, labels = load_digits(return_X_y=True)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunFolderError(f"the folder {folder} cannot be made: {error.strerror}") from error
     pixels = np.rint(images * (255 / 16)).astype(np.uint8).reshape(-1, 8, 8)
     np.save(folder / "x.npy", pixels)
     np.save(folder / "y.npy", labels.astype(np.int64))

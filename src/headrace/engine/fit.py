@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
+from torch import nn
 
-import headrace
-from headrace.engine import checkpoint
 from headrace.engine.capture import StepParts, choose_stepper
+from headrace.engine.crew import Crew, worker_options
 from headrace.engine.evaluate import usual_metrics
+from headrace.engine.keeping import config_of, finish_run, load_resumed, open_run, say_how_to_resume
 from headrace.engine.loader import Loader
 from headrace.engine.optimizers import make_optimizer
 from headrace.engine.options import FitOptions, describe_object
@@ -25,27 +24,20 @@ from headrace.engine.records import Records
 from headrace.engine.run import Run
 from headrace.engine.schedules import make_schedule
 from headrace.engine.session import Parts, Session
-from headrace.engine.setup import choose_device, make_task, open_data
+from headrace.engine.setup import choose_device, make_task, open_data, sample_target
+from headrace.engine.signals import GracefulStop
 from headrace.engine.steps import Stepper
 from headrace.engine.stopping import StopRules
-from headrace.engine.task import TorchTask
+from headrace.engine.task import TorchTask, check_labels
 from headrace.engine.threads import ThreadTrial, candidates
-from headrace.errors import MissingExtraError, RunFolderError
 from headrace.hardware import measure
 from headrace.hardware.system import usable_cores
 from headrace.plan import capture_ladder, choose_layout, data_memory
-from headrace.report.build import write_report
 from headrace.report.progress import Progress
-from headrace.report.run_folder import RunFolder
 from headrace.types import Columns, Plan, Source, State
 
 EPOCHS_WHEN_UNSAID = 10
 ROWS_PER_EPOCH = 20
-MAY_CHANGE = {
-    *("epochs", "steps", "seconds", "target_loss", "early_stop", "checkpoint_s"),
-    *("tensorboard", "progress", "log_every", "validation", "metrics"),
-}
-"""Options that a resumed run may set anew."""
 
 
 def fit(model: Any, data: Any, **options: Any) -> Run:
@@ -64,6 +56,19 @@ def fit(model: Any, data: Any, **options: Any) -> Run:
     return _Fitting(model, data, given).run()
 
 
+@dataclass(frozen=True, kw_only=True)
+class Basis:
+    """What every way of training begins with."""
+
+    device: torch.device
+    source: Source
+    task: TorchTask
+    few: Columns
+    """Two rows, on the device."""
+    validation: Loader | None
+    metrics: dict[str, Any]
+
+
 @dataclass
 class _Fitting:
     """Wires one run: what is decided here is in the plan."""
@@ -75,41 +80,89 @@ class _Fitting:
     _open: Records | None = None
 
     def run(self) -> Run:
-        state, folder = self._resumed()
-        with _torch_settings(self.options):
-            parts = self._parts()
-            records = self._records(folder, state)
+        options, state, folder = self.options, None, None
+        config = config_of(self.model, self.data, options)
+        if options.resume:
+            assert options.out is not None
+            state, folder = load_resumed(options.out, config)
+            step = state["standing"]["step"]
+            self.decide("resumed", step, "continues from the checkpoint of this step")
+        with _torch_settings(options):
+            crew = None if options.workers in ("auto", "single") else worker_options(options.workers)
+            basis = self._basis("cpu" if crew is not None else options.device)
+            parts = self._parts(basis) if crew is None else None
+            records = open_run(folder, state, options, config)
+            for note in records.notes:
+                self.decide("recording", "partial", note)
             try:
-                return self._train(parts, records, state)
+                if parts is not None:
+                    return self._on_one_device(parts, records, state)
+                assert crew is not None
+                return self._on_workers(basis, crew, records, state)
             finally:
                 records.close()
 
-    def _train(self, parts: Parts, records: Records, state: State | None) -> Run:
+    def _on_one_device(self, parts: Parts, records: Records, state: State | None) -> Run:
         self._open = records
         records.write_plan(self.plan)
-        bar = Progress(
-            self._step_limit(parts.updates_per_pass),
+        with self._bar(records, state, self._step_limit(parts.updates_per_pass)) as progress:
+            session = Session(parts, records, progress, state)
+            why = session.run()
+        if parts.task.device.type == "cpu" and len(parts.threads.counts) > 1:
+            self.decide("threads", *session.threads_chosen)
+        ended = f"after {session.at.step} updates and {session.at.passes} epochs"
+        return self._ended(parts.task.module, records, why, ended, session.at.step, session.interrupted_by)
+
+    def _on_workers(
+        self, basis: Basis, workers: dict[str, Any], records: Records, state: State | None
+    ) -> Run:
+        options, task = self.options, basis.task
+        per_pass = -(-len(basis.source) // options.batch_size)
+        steps = self._step_limit(per_pass)
+        rules = self._rules(steps)
+        crew = Crew(
+            options=options,
+            workers=workers,
+            task=task,
+            source=basis.source,
+            schedule=make_schedule(
+                options.schedule, options.schedule_options, total_steps=steps, steps_per_epoch=per_pass
+            ),
+            rules=rules,
+            updates_per_pass=per_pass,
+            records=records,
+            validation=basis.validation,
+            metrics=basis.metrics,
+            say=self.decide,
+            state=state,
+        )
+        self.decide("workers", workers, "asked for")
+        self._open = records
+        records.write_plan(self.plan)
+        with self._bar(records, state, steps) as progress:
+            result, why, graceful = crew.run(progress)
+        ended = f"after {result.updates} updates and {result.epochs} epochs"
+        return self._ended(task.module, records, why, ended, result.updates, graceful)
+
+    def _bar(self, records: Records, state: State | None, steps: int | None) -> Progress:
+        return Progress(
+            steps,
             total_seconds=self.options.seconds,
             first_step=state["standing"]["step"] if state else 0,
             title=records.path.name if records.path else "training",
             console=None if self.options.progress else Console(quiet=True),
         )
-        with bar as progress:
-            session = Session(parts, records, progress, state)
-            why = session.run()
-        self.decide("stopped_by", why, f"after {session.at.step} updates and {session.at.passes} epochs")
-        if parts.task.device.type == "cpu" and len(parts.threads.counts) > 1:
-            self.decide("threads", *session.threads_chosen)
-        self._finish(parts, records)
-        _say_how_to_resume(session, records)
-        session.interrupted_by.raise_received()
+
+    def _ended(
+        self, module: nn.Module, records: Records, why: str, when: str, step: int, graceful: GracefulStop
+    ) -> Run:
+        self.decide("stopped_by", why, when)
+        self.plan = finish_run(module, records, self.plan)
+        if graceful.received is not None:
+            say_how_to_resume(step, records)
+        graceful.raise_received()
         return Run(
-            model=parts.task.module,
-            metrics=records.rows,
-            plan=self.plan,
-            path=records.path,
-            stopped_by=why,
-            steps=session.at.step,
+            model=module, metrics=records.rows, plan=self.plan, path=records.path, stopped_by=why, steps=step
         )
 
     def decide(self, name: str, value: Any, reason: str) -> None:
@@ -121,17 +174,32 @@ class _Fitting:
         if self._open is not None:
             self._open.write_plan(self.plan)
 
-    def _parts(self) -> Parts:
+    def _basis(self, device_name: str) -> Basis:
+        """Device, data, task: what every way of training begins with."""
         options = self.options
-        device, why = choose_device(options.device)
+        device, why = choose_device(device_name)
         self.decide("device", str(device), why)
         source, held, found = open_data(self.data, options)
         for d in found.decisions:
             self.decide(d.name, d.value, d.reason)
         task, loss_name, few, output = make_task(self.model, source, options, device)
+        if held is not None:  # an epoch later would be too late to say so
+            check_labels(task, output, sample_target(held), "the validation data's ")
         self.decide(
             "loss", loss_name, "asked for" if options.loss != "auto" else "follows from the target's type"
         )
+        return Basis(
+            device=device,
+            source=source,
+            task=task,
+            few=few,
+            validation=self._validation_loader(held, device),
+            metrics={**usual_metrics(task, output), **options.metrics},
+        )
+
+    def _parts(self, basis: Basis) -> Parts:
+        """What a session on one device is made of."""
+        options, task, source = self.options, basis.task, basis.source
         order = self._order(task, source)
         loader = Loader(
             source,
@@ -139,7 +207,7 @@ class _Fitting:
             order=order or options.order,
             buffer=options.buffer,
             rounds=options.rounds,
-            device=str(device),
+            device=str(basis.device),
             seed=options.seed,
         )
         for d in loader.plan.decisions:
@@ -148,7 +216,7 @@ class _Fitting:
         steps = self._step_limit(per_pass)
         log_every = options.log_every or max(1, min(per_pass // ROWS_PER_EPOCH, 1000))
         self.decide("log_every", log_every, "updates between metric rows")
-        optimizer, stepper = self._stepper(task, source, few, order, steps=steps, window=log_every)
+        optimizer, stepper = self._stepper(basis, order, steps=steps, window=log_every)
         return Parts(
             options=options,
             task=task,
@@ -161,9 +229,9 @@ class _Fitting:
             rules=self._rules(steps),
             updates_per_pass=per_pass,
             log_every=log_every,
-            threads=self._threads(device),
-            validation=self._validation_loader(held, device),
-            metrics={**usual_metrics(task, output), **options.metrics},
+            threads=self._threads(basis.device),
+            validation=basis.validation,
+            metrics=basis.metrics,
         )
 
     def _order(self, task: TorchTask, source: Source) -> Any:
@@ -171,7 +239,7 @@ class _Fitting:
         order = self.options.order
         if isinstance(order, str) and order != "balanced":
             return None
-        from headrace.order import BalancedOrder  # type: ignore[attr-defined]
+        from headrace.order import BalancedOrder
 
         if order == "balanced":
             order = BalancedOrder(len(source), seed=self.options.seed, device=task.device)
@@ -182,10 +250,10 @@ class _Fitting:
         return order
 
     def _stepper(
-        self, task: TorchTask, source: Source, few: Columns, order: Any, *, steps: int | None, window: int
+        self, basis: Basis, order: Any, *, steps: int | None, window: int
     ) -> tuple[torch.optim.Optimizer, Stepper]:
         """Optimizer and stepper, by what the plan says of this machine and this model."""
-        options = self.options
+        options, task, source = self.options, basis.task, basis.source
         hardware = measure(quick=True)
         optimizer = make_optimizer(options, task.module, device=task.device)
         settings = {
@@ -194,7 +262,9 @@ class _Fitting:
         self.decide("optimizer", describe_object(type(optimizer)).strip("<>"), f"with {settings}")
         sparse = any(column.sparse for column in source.columns)
         chain, why = why_no_chain(task, options, sparse=sparse, watched=order is not None)
-        workload = describe(task, source, few, options, optimizer, updates=steps, chain=chain is not None)
+        workload = describe(
+            task, source, basis.few, options, optimizer, updates=steps, chain=chain is not None
+        )
         layout = choose_layout(hardware, workload)
         self.decide(layout.name, layout.value, layout.reason)
         if layout.value == "channels_last":
@@ -243,92 +313,6 @@ class _Fitting:
             target_loss=self.options.target_loss,
             patience=self.options.early_stop,
         )
-
-    # ---- the folder
-
-    def _config(self) -> dict[str, Any]:
-        model = self.model if isinstance(self.model, str) else describe_object(self.model)
-        data = str(self.data) if isinstance(self.data, str | Path) else describe_object(self.data)
-        return {
-            "headrace": headrace.__version__,
-            "model": model,
-            "data": data,
-            "options": self.options.to_config(),
-        }
-
-    def _resumed(self) -> tuple[State | None, RunFolder | None]:
-        if not self.options.resume:
-            return None, None
-        assert self.options.out is not None
-        folder = RunFolder.open(self.options.out)
-        _check_unchanged(folder, folder.read_config(), self._config())
-        state, damaged = checkpoint.load_newest(folder.path / "state")
-        for sentence in damaged:
-            warnings.warn(sentence, stacklevel=2)
-        self.decide("resumed", state["standing"]["step"], "continues from the checkpoint of this step")
-        return state, folder
-
-    def _records(self, folder: RunFolder | None, state: State | None) -> Records:
-        options = self.options
-        if folder is None and options.out is not None:
-            folder = RunFolder.create(options.out, overwrite=options.overwrite)
-        if folder is not None:
-            folder.write_config(self._config())
-            folder.write_hardware(measure(quick=True))
-        records = Records(
-            folder,
-            tensorboard=options.tensorboard,
-            resume_rows=state["rows"] if state else None,
-            seconds=state["seconds"] if state else 0.0,
-        )
-        for note in records.notes:
-            self.decide("recording", "partial", note)
-        return records
-
-    def _finish(self, parts: Parts, records: Records) -> None:
-        """Weights and report; the checkpoint is written already."""
-        if records.path is None:
-            return
-        weights = {k: v for k, v in parts.task.module.state_dict().items() if isinstance(v, torch.Tensor)}
-        checkpoint.write_file(
-            records.path / "model.safetensors", checkpoint.to_bytes(weights, {"format": "pt"})
-        )
-        records.write_plan(self.plan)
-        records.close()
-        try:
-            write_report([records.path])
-        except (MissingExtraError, RunFolderError) as error:  # the weights are safe; a page can be made again
-            self.decide("report", None, f"{error}; make it later with: headrace report {records.path}")
-            RunFolder.open(records.path).write_plan(self.plan)
-
-
-def _check_unchanged(folder: RunFolder, before: dict[str, Any], now: dict[str, Any]) -> None:
-    """A resumed run continues the one that was started: what shapes the updates must be the same."""
-    old, new = dict(before.get("options", {})), dict(now["options"])
-    for name in ("model", "data"):
-        old[name], new[name] = before.get(name), now[name]
-    different = [
-        f"{name}: {old.get(name, 'not set')} then, {new.get(name, 'not set')} now"
-        for name in sorted({*old, *new} - MAY_CHANGE)
-        if old.get(name) != new.get(name)
-    ]
-    if different:
-        raise RunFolderError(
-            f"{folder.path} was started with other settings ({'; '.join(different)}); "
-            "resume with the same ones, or start a new run in another folder"
-        )
-
-
-def _say_how_to_resume(session: Session, records: Records) -> None:
-    if session.interrupted_by.received is None:
-        return
-    if records.path is None:
-        text = "stopped after a finished step; nothing was saved, since the run has no folder (out=)"
-    else:
-        text = (
-            f"stopped and saved at step {session.at.step}; go on with: headrace train --resume {records.path}"
-        )
-    Console(stderr=True, soft_wrap=True).print(f"headrace: {text}", highlight=False)
 
 
 @contextmanager

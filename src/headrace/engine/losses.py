@@ -24,6 +24,7 @@ LOSSES: dict[str, Loss] = {
     "huber": F.huber_loss,
 }
 OF_CLASSES = (F.cross_entropy, F.nll_loss, nn.CrossEntropyLoss, nn.NLLLoss)
+BCE = (F.binary_cross_entropy_with_logits, F.binary_cross_entropy, nn.BCEWithLogitsLoss, nn.BCELoss)
 OF_FLOATS = (
     F.mse_loss, F.binary_cross_entropy_with_logits, F.binary_cross_entropy, F.l1_loss, F.huber_loss, F.smooth_l1_loss,
     nn.MSELoss, nn.BCEWithLogitsLoss, nn.BCELoss, nn.L1Loss, nn.HuberLoss, nn.SmoothL1Loss,
@@ -54,6 +55,11 @@ def _is_one_of(loss: Loss, kinds: tuple[Any, ...]) -> bool:
 def takes_classes(loss: Loss) -> bool:
     """True for losses whose integer target names a class."""
     return _is_one_of(loss, OF_CLASSES)
+
+
+def is_bce(loss: Loss) -> bool:
+    """True for losses of probabilities: their targets lie between 0 and 1."""
+    return _is_one_of(loss, BCE)
 
 
 def target_dtype(loss: Loss, target: Column, floating: torch.dtype) -> torch.dtype:

@@ -11,6 +11,7 @@ import inspect
 import itertools
 import math
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -172,7 +173,10 @@ def _from_path(spec: str) -> Callable[..., nn.Module]:
     assert module_spec.loader is not None
     module = importlib.util.module_from_spec(module_spec)
     sys.modules[module_spec.name] = module  # dataclasses and pickling look the module up by name
-    module_spec.loader.exec_module(module)
+    try:
+        module_spec.loader.exec_module(module)
+    except Exception as error:
+        raise ModelError(f"{path} cannot be imported: {_said(error)}") from error
     if not hasattr(module, name):
         public = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
         raise unknown(f"factory in {path}", name, public)
@@ -192,3 +196,13 @@ def _call(factory: Callable[..., Any], spec: Any, input_shape: tuple[int, ...], 
         raise ModelError(
             f"the factory {spec} could not be called: {error}; it may take input_shape, outputs, or nothing"
         ) from error
+    except Exception as error:
+        raise ModelError(f"the factory {spec} failed: {_said(error)}") from error
+
+
+def _said(error: Exception) -> str:
+    """What a user's code raised, and where."""
+    if isinstance(error, SyntaxError):
+        return f"{type(error).__name__}: {error.msg} ({error.filename}, line {error.lineno})"
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({last.filename}, line {last.lineno})"

@@ -119,6 +119,10 @@ class FitOptions:
             raise OptionError("resume=True needs out=, the folder of the run to continue")
         if self.resume and self.overwrite:
             raise OptionError("resume=True and overwrite=True exclude each other")
+        if not isinstance(self.metrics, Mapping):
+            raise OptionError("metrics= takes names and functions, such as metrics={'accuracy': f}")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise OptionError(f"seed={self.seed!r}: a whole number is needed")
         if not -(2**63) <= self.seed < 2**63:
             raise OptionError(f"seed={self.seed} does not fit 64 bits")
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headrace.engine.losses import Loss, takes_classes, target_dtype
+from headrace.engine.losses import Loss, is_bce, takes_classes, target_dtype
 from headrace.errors import DataError, ModelError
 from headrace.types import Column, Columns
 
@@ -130,8 +130,13 @@ def probe(task: TorchTask, batch: Columns, targets: Tensor) -> Any:
     return output
 
 
-def check_labels(task: TorchTask, output: Any, target: Tensor) -> None:
-    """Integer targets of a class loss must lie between 0 and the number of outputs."""
+def check_labels(task: TorchTask, output: Any, target: Tensor, whose: str = "") -> None:
+    """Integer targets of a class loss must lie between 0 and the number of outputs, those of bce in [0, 1]."""
+    if is_bce(task.loss_of) and target.numel() and (target.min() < 0 or target.max() > 1):
+        raise DataError(
+            f"bce takes targets from 0 to 1, {whose}targets run from {target.min():g} to {target.max():g}; "
+            "loss='cross_entropy' takes the numbers of classes"
+        )
     if not takes_classes(task.loss_of) or target.is_floating_point() or not isinstance(output, Tensor):
         return
     ignored = getattr(task.loss_of, "ignore_index", -100)
@@ -142,8 +147,8 @@ def check_labels(task: TorchTask, output: Any, target: Tensor) -> None:
     if low < 0 or high >= classes:
         wrong = int(((values < 0) | (values >= classes)).sum())
         raise DataError(
-            f"labels run from {low} to {high}, the model has {classes} outputs for the classes 0 to {classes - 1}: "
-            f"{wrong} labels lie outside"
+            f"{whose}labels run from {low} to {high}, the model has {classes} outputs for the classes 0 to "
+            f"{classes - 1}: {wrong} labels lie outside"
         )
 
 

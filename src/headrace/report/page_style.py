@@ -68,7 +68,7 @@ DRAW_SCRIPT = """
     figures.forEach((figure, number) => {
       const layout = Object.assign({ paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
         font: { family: getComputedStyle(document.body).fontFamily, size: 12, color: css("--ink") },
-        margin: { l: 56, r: 12, t: 14, b: 46 }, hovermode: "x unified", showlegend: figure.legend,
+        margin: { l: 56, r: 12, t: figure.legend ? 48 : 24, b: 46 }, hovermode: "x unified", showlegend: figure.legend,
         hoverlabel: { bgcolor: css("--panel"), bordercolor: css("--rule"), font: { color: css("--ink") } },
         modebar: { bgcolor: "rgba(0,0,0,0)", color: css("--soft"), activecolor: css("--ink") },
         legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0 },

@@ -14,6 +14,7 @@ by the writer alone, or under `_lock`.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 from collections import deque
@@ -28,6 +29,8 @@ from headrace.report.files import encode_row, write_rows
 from headrace.report.run_folder import RunFolder
 from headrace.report.tensorboard import TensorBoard, why_not
 from headrace.report.timeline import Counter, Instant, Span, TimelineEncoder
+
+_log = logging.getLogger("headrace")
 
 WRITE_EVERY_S = 0.25
 """Often enough to watch a run through its files, seldom enough that waking up costs nothing."""
@@ -157,8 +160,18 @@ class Recorder:
         events = [self._events.popleft() for _ in range(len(self._events))]
         _append(self._metrics_file, "".join(self._encode_rows(rows)), durable)
         _append(self._timeline_file, timeline.joined(self._encoder.encode(events)), durable)
-        if self._tensorboard is not None:
+        self._write_tensorboard(rows, durable)
+
+    def _write_tensorboard(self, rows: list[dict[str, Any]], durable: bool) -> None:
+        """Events are a convenience: when their package fails, training goes on without them, and it is said."""
+        if self._tensorboard is None:
+            return
+        try:
             self._tensorboard.add(rows, durable)
+        except Exception as error:  # a foreign package: an import that breaks, a version that does not fit
+            self._tensorboard = None
+            self.notes.append(f"TensorBoard events ended: {type(error).__name__}: {error}")
+            _log.warning(self.notes[-1])
 
     def _encode_rows(self, rows: list[dict[str, Any]]) -> Iterator[str]:
         """One line each; a row that cannot be written is reported and does not take the others with it."""

@@ -73,9 +73,14 @@ class RunFolder:
             raise RunFolderError(
                 f"{folder.path} already holds a run; resume it, allow overwriting it, or name another folder"
             )
-        folder._remove_parts()
-        folder.path.mkdir(parents=True, exist_ok=True)
-        folder._write_version()
+        try:
+            folder._remove_parts()
+            folder.path.mkdir(parents=True, exist_ok=True)
+            folder._write_version()
+        except OSError as error:
+            raise RunFolderError(
+                f"the run folder {folder.path} cannot be made: {error.strerror}; name another with out="
+            ) from error
         return folder
 
     @classmethod

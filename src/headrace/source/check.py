@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from headrace.errors import DataError
-from headrace.types import Columns, Source
+from headrace.types import Column, Columns, Source
 
 CHUNK_BYTES = 16 << 20
 
@@ -21,16 +21,19 @@ def check_finite(source: Source, *, max_rows: int | None = None) -> None:
 
     ``max_rows`` bounds the work: only so many rows, from the start, are looked at.
     """
-    names = [column.name for column in source.columns if column.dtype.is_floating_point]
-    if not names:
+    floating = [column for column in source.columns if column.dtype.is_floating_point]
+    if not floating:
         return
     bad: dict[str, tuple[int, int]] = {}
     for start, columns in chunks(source, max_rows):
-        for name in names:
-            count, first = count_bad(columns[name])
-            if count:
-                seen, where = bad.get(name, (0, start + first))
-                bad[name] = (seen + count, where)
+        for column in floating:
+            if not count_bad(columns[column.name])[0]:
+                continue
+            for name, values in parts(column, columns[column.name]):
+                count, first = count_bad(values)
+                if count:
+                    seen, where = bad.get(name, (0, start + first))
+                    bad[name] = (seen + count, where)
     if bad:
         found = "; ".join(
             f"column {name!r} has {count}, the first in row {row}" for name, (count, row) in bad.items()
@@ -38,6 +41,15 @@ def check_finite(source: Source, *, max_rows: int | None = None) -> None:
         raise DataError(
             f"NaN or infinite values in the data: {found}. Fill or drop those rows before training"
         )
+
+
+def parts(column: Column, values: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The column under the names that the user knows: those of a table's columns where they were put together."""
+    if not column.features:
+        yield column.name, values
+        return
+    for k, name in enumerate(column.features):
+        yield name, values[:, k]
 
 
 def chunks(source: Source, max_rows: int | None) -> Iterator[tuple[int, Columns]]:

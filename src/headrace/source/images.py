@@ -9,6 +9,7 @@ decoded anew. How many bytes it takes is announced before it is written.
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import shutil
 import sys
@@ -27,7 +28,7 @@ from headrace.source.arrays import ArraySource, span_of
 from headrace.source.columns import wrap
 from headrace.source.files import map_npy
 from headrace.source.options import OpenOptions
-from headrace.types import Column
+from headrace.types import Column, Columns, Rows
 
 IMAGE_ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 
@@ -37,9 +38,29 @@ class Listing:
     """The images found, in a fixed order, and the class of each."""
 
     folder: Path
-    paths: list[Path]
+    paths: list[Path | Member]
     labels: list[int]
     classes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Member:
+    """One file inside a tar archive, which is read where it lies."""
+
+    archive: Path
+    name: str
+    offset: int
+    length: int
+
+    def __str__(self) -> str:
+        return f"{self.archive}:{self.name}"
+
+    def read(self) -> bytes:
+        with self.archive.open("rb") as file:
+            found = os.pread(file.fileno(), self.length, self.offset)
+        if len(found) != self.length:
+            raise DataError(f"{self} ends at byte {self.offset + len(found)} of the archive; it is cut short")
+        return found
 
 
 @dataclass(frozen=True)
@@ -57,7 +78,7 @@ class Format:
 
 def list_images(folder: Path) -> Listing:
     """Images in the subfolders of ``folder``; each subfolder that holds some is a class."""
-    paths: list[Path] = []
+    paths: list[Path | Member] = []
     labels: list[int] = []
     classes: list[str] = []
     for sub in sorted(path for path in folder.iterdir() if path.is_dir()):
@@ -69,21 +90,73 @@ def list_images(folder: Path) -> Listing:
     return Listing(folder, paths, labels, tuple(classes))
 
 
-def open_image_folder(listing: Listing, options: OpenOptions) -> ArraySource:
-    """The decoded images as ``x`` (uint8, channels first) and their classes as ``y``."""
-    form = find_format(listing, options)
-    x = cached(listing, form, options)
-    columns = (
+class ImageSource:
+    """Images that are decoded whenever they are read, by a few threads. It is an `InMemory` source when
+    asked."""
+
+    mapped = True
+    """Reading reads the disk."""
+
+    def __init__(self, listing: Listing, form: Format, options: OpenOptions) -> None:
+        self.listing, self.form, self._threads = listing, form, workers(options)
+        self.origin = f"the images in {listing.folder}"
+        self._labels = torch.tensor(listing.labels)
+        self._all: Columns | None = None
+        self.columns = columns_of(listing, form)
+
+    def __len__(self) -> int:
+        return len(self.listing.paths)
+
+    def __repr__(self) -> str:
+        return f"ImageSource({self.origin}: {len(self)} rows, {'×'.join(map(str, self.form.shape))})"
+
+    def read(self, rows: Rows, out: Columns | None = None) -> Columns:
+        """The given images, decoded now."""
+        numbers = list(rows) if isinstance(rows, range) else rows.tolist()
+        x = torch.empty((len(numbers), *self.form.shape), dtype=torch.uint8) if out is None else out["x"]
+        pixels = x.numpy()
+
+        def one(k: int) -> None:
+            pixels[k] = decode(self.listing.paths[numbers[k]], self.form)
+
+        with ThreadPoolExecutor(self._threads) as pool:
+            for _ in pool.map(one, range(len(numbers))):
+                pass
+        y = self._labels[torch.tensor(numbers, dtype=torch.int64)]
+        if out is None:
+            return {"x": x, "y": y}
+        out["y"].copy_(y)
+        return out
+
+    def tensors(self) -> Columns:
+        """All images, decoded once and kept."""
+        if self._all is None:
+            self._all = self.read(range(len(self)))
+        return self._all
+
+
+def columns_of(listing: Listing, form: Format) -> tuple[Column, ...]:
+    """The columns of decoded images."""
+    return (
         Column(name="x", dtype=torch.uint8, shape=form.shape),
         Column(name="y", dtype=torch.int64, role="target", classes=listing.classes),
     )
+
+
+def open_images(listing: Listing, options: OpenOptions) -> ArraySource | ImageSource:
+    """The decoded images as ``x`` (uint8, channels first) and their classes as ``y``."""
+    form = find_format(listing, options)
+    if options.cache is False:
+        return ImageSource(listing, form, options)
+    x = cached(listing, form, options)
+    columns = columns_of(listing, form)
     stored = {"x": wrap(x), "y": torch.tensor(listing.labels)}
     span = span_of(x)
     return ArraySource(
         columns,
         stored,
         origin=f"the images in {listing.folder}",
-        mapped=options.cache is not False,
+        mapped=True,
         spans={"x": (span,)} if span else {},
     )
 
@@ -101,9 +174,9 @@ def find_format(listing: Listing, options: OpenOptions) -> Format:
     """The shape of every image: the one asked for, else the one that all have."""
     image = pillow()
 
-    def header(path: Path) -> tuple[int, int, bool]:
+    def header(path: Path | Member) -> tuple[int, int, bool]:
         try:
-            with image.open(path) as opened:
+            with image.open(readable(path)) as opened:
                 return opened.height, opened.width, opened.mode in ("L", "1", "I;16")
         except (OSError, ValueError) as error:
             raise DataError(f"{path} could not be read as an image: {error}; repair or remove it") from error
@@ -134,11 +207,7 @@ def cached(listing: Listing, form: Format, options: OpenOptions) -> np.ndarray[A
     """The decoded images, from the cache when it holds them."""
     shape = (len(listing.paths), *form.shape)
     need = int(np.prod(shape))
-    if options.cache is False:
-        out = np.empty(shape, dtype=np.uint8)
-        decode_all(listing, form, out, options)
-        return out
-    folder = cache_folder() if options.cache is True else Path(options.cache)
+    folder = cache_folder() if options.cache is True else Path(str(options.cache))
     path = folder / f"{cache_key(listing, form)}.npy"
     if path.exists():
         return map_npy(path)
@@ -187,7 +256,7 @@ def decode(source: Any, form: Format) -> np.ndarray[Any, Any]:
     """One image (a path, an open file or a Pillow image) as uint8 of the given format."""
     image = pillow()
     try:
-        with source if hasattr(source, "convert") else image.open(source) as opened:
+        with source if hasattr(source, "convert") else image.open(readable(source)) as opened:
             converted = opened.convert("L" if form.channels == 1 else "RGB")
         if (converted.height, converted.width) != (form.height, form.width):
             converted = converted.resize((form.width, form.height), image.Resampling.BILINEAR)
@@ -195,6 +264,11 @@ def decode(source: Any, form: Format) -> np.ndarray[Any, Any]:
     except (OSError, ValueError, SyntaxError) as error:
         raise DataError(f"{source} could not be decoded: {error}; repair or remove it") from error
     return pixels[None] if form.channels == 1 else pixels.transpose(2, 0, 1)
+
+
+def readable(source: Path | Member) -> Any:
+    """What Pillow can open."""
+    return io.BytesIO(source.read()) if isinstance(source, Member) else source
 
 
 def cache_folder() -> Path:
@@ -207,6 +281,7 @@ def cache_key(listing: Listing, form: Format) -> str:
     """A name that changes when the listing, any file, or the format does."""
     digest = hashlib.sha256(repr(form.shape).encode())
     for path in listing.paths:
-        stat = path.stat()
-        digest.update(f"{path.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
+        file, at = (path.archive, path.offset) if isinstance(path, Member) else (path, 0)
+        stat = file.stat()
+        digest.update(f"{file.resolve()}\0{at}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
     return digest.hexdigest()[:24]

@@ -15,15 +15,17 @@ import numpy as np
 from torch import Tensor
 
 from headrace.errors import DataError, nearest
-from headrace.source import datasets, files, images, sparse, tables
+from headrace.source import datasets, files, images, remote, sparse, tables, tar
 from headrace.source.arrays import ArraySource, from_mapping, from_pair
 from headrace.source.options import OpenOptions
+from headrace.source.parquet import ParquetSource
 from headrace.types import Source
 
 KINDS = (
     "a folder of .npy columns, a folder of .parquet or .arrow files, a folder with one subfolder of images "
     "for each "
-    "class, or a file .npy, .npz, .parquet, .arrow, .feather, .csv, .csv.gz, .safetensors, .svm, .libsvm"
+    "class, a folder of .tar shards, or a file .npy, .npz, .parquet, .arrow, .feather, .csv, .csv.gz, "
+    ".safetensors, .svm, .libsvm"
 )
 CSV = (".csv", ".csv.gz", ".csv.bz2", ".csv.zst", ".tsv")
 IPC = (".arrow", ".feather", ".ipc")
@@ -54,6 +56,8 @@ def open_source(
         input=input, target=target, classes=classes, split=split, size=size, cache=cache, features=features,
         threads=threads,
     )  # fmt: skip
+    if isinstance(x, str) and "://" in x:
+        return remote.open_url(x, options)
     if isinstance(x, (str, Path)):
         return open_path(Path(x).expanduser(), options)
     return open_object(x, options)
@@ -142,7 +146,9 @@ def open_file(path: Path, options: OpenOptions) -> Source:
     if name.endswith(".safetensors"):
         return files.open_safetensors(path, options)
     if name.endswith((".parquet", ".pq")):
-        return tables.from_arrow(tables.read_parquet([path]), options, str(path))
+        return ParquetSource([path], options, str(path))
+    if name.endswith(".tar"):
+        return images.open_images(tar.list_shards([path]), options)
     if name.endswith(IPC):
         return tables.from_arrow(tables.read_ipc([path]), options, str(path))
     if name.endswith(CSV):
@@ -176,13 +182,15 @@ def open_folder(folder: Path, options: OpenOptions) -> Source:
         return files.open_npy_folder(folder, options)
     parquet = [path for path in entries if path.suffix in (".parquet", ".pq")]
     if parquet:
-        return tables.from_arrow(tables.read_parquet(parquet), options, f"the folder {folder}")
+        return ParquetSource(parquet, options, f"the folder {folder}")
     ipc = [path for path in entries if path.suffix in IPC]
     if ipc:
         return tables.from_arrow(tables.read_ipc(ipc), options, f"the folder {folder}")
+    if any(path.suffix == ".tar" for path in entries):
+        return images.open_images(tar.list_shards([p for p in entries if p.suffix == ".tar"]), options)
     listing = images.list_images(folder)
     if listing.paths:
-        return images.open_image_folder(listing, options)
+        return images.open_images(listing, options)
     raise DataError(f"the folder {folder} holds {summary(entries)}; looked for {KINDS}")
 
 

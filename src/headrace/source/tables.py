@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ def from_table(names: Sequence[str], read: Read, options: OpenOptions, origin: s
     scalars = [name for name, value in values.items() if np.ndim(value) == 1]
     if len(scalars) > 1 or (len(scalars) == 1 and len(values) == 1 and scalars != ["x"]):
         add(columns, stored, "x", stack(values, scalars), role="input")
+        columns[-1] = replace(columns[-1], features=tuple(scalars))
         values = {name: value for name, value in values.items() if name not in scalars}
     for name, value in values.items():
         add(columns, stored, name, value, role="input")
@@ -188,14 +190,6 @@ def looks_numeric(name: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def read_parquet(paths: Sequence[Path]) -> Any:
-    """Parquet files, read one after the other, as one Arrow table."""
-    pa = arrow(f"reading {paths[0]}")
-    from pyarrow import parquet
-
-    return joined(pa, paths, lambda path: parquet.read_table(str(path), memory_map=True), "Parquet")
 
 
 def read_ipc(paths: Sequence[Path]) -> Any:

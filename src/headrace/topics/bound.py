@@ -23,9 +23,6 @@ from headrace.topics.corpus import Corpus
 from headrace.topics.estep import RUN, Inference, copy_rows, in_threads, infer_all, runs_of
 from headrace.topics.state import Scratch, Topics, aligned
 
-ROWS = 4096
-"""Rows of the topics that are turned to float64 at a time."""
-
 
 def document_bound(
     topics: Topics, corpus: Corpus, gammas: NDArray[Any], alpha: NDArray[Any], scratches: Sequence[Scratch]
@@ -45,12 +42,8 @@ def topic_bound(topics: Topics) -> float:
     sums = topics.sums()
     log_sums = psi(sums)
     prior, value = topics.prior, 0.0
-    for first in range(0, topics.features, ROWS):
-        part = topics.excess[first : first + ROWS, : topics.topics].astype(np.float64)
-        part *= topics.scale
-        # Σ (prior − λ) (ψ(λ) − ψ(Σλ)) + log Γ(λ); scale × excess is λ − prior already.
-        kept = part + prior
-        value += float(np.sum(gammaln(kept)) - np.sum(part * (psi(kept) - log_sums)))
+    # Σ (prior − λ) (ψ(λ) − ψ(Σλ)) + log Γ(λ); scale × excess is λ − prior already.
+    value += float(kernels.topic_terms(topics.excess, topics.topics, topics.scale, prior, log_sums))
     cells = topics.features * topics.topics
     value -= cells * float(gammaln(prior))
     return value + float(np.sum(gammaln(prior * topics.features) - gammaln(sums)))

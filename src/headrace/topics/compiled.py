@@ -16,7 +16,7 @@ from typing import Any
 
 from numba import njit
 
-PATIENCE_S = 0.7
+PATIENCE_S = 2.0
 """Loading from the cache stays below this on a slow disk; compiling takes several seconds."""
 
 
@@ -38,8 +38,12 @@ def announce(what: str, patience_s: float = PATIENCE_S) -> Iterator[None]:
 
     def wait() -> None:
         if not done.wait(patience_s):
+            say(f"headrace: compiling {what}, once on this machine ...", end="")
             done.wait()
-            print(f" {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)  # noqa: T201
+            say(f" {time.monotonic() - started:.0f} s")
+
+    def say(text: str, end: str = "\n") -> None:
+        print(text, end=end, file=sys.stderr, flush=True)  # noqa: T201 - progress belongs on stderr
 
     watcher = threading.Thread(target=wait, name="headrace-compiling", daemon=True)
     watcher.start()

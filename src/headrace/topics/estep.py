@@ -39,6 +39,12 @@ class Inference:
     max_iter: int = 100
     collapsed: bool = False
     """Zero-order collapsed updates: counts in the place of exp(ψ(·))."""
+    noise: int = 0
+    """Seed of the starts of γ while learning; 0 starts every γ at one."""
+
+    def noise_at(self, step: int) -> int:
+        """A seed for one step, not zero unless ``noise`` is."""
+        return (self.noise * 1_000_003 + step * 7919) % (2**31 - 1) + 1 if self.noise else 0
 
 
 def infer_run(
@@ -51,6 +57,7 @@ def infer_run(
     scale: float | None = None,
     eps: float = EPS,
     want_stats: bool = True,
+    noise: int = 0,
 ) -> tuple[int, int]:
     """Infer the documents of ``run``; returns (distinct words, iterations).
 
@@ -64,7 +71,7 @@ def infer_run(
         corpus.indptr, corpus.counts, first, last, scratch.locs, scratch.rows, scratch.floors, scratch.width,
         how.alpha, np.float32(how.tol), how.max_iter, how.collapsed, scratch.gammas, want_stats, scratch.starts,
         scratch.cursor[:used], scratch.powers, scratch.entry_doc, scratch.entry_share, scratch.ints,
-        scratch.work, scratch.block, scratch.lines,
+        scratch.work, scratch.block, scratch.lines, noise,
     )  # fmt: skip
     if want_stats:
         kernels.gather_statistics(

@@ -26,15 +26,21 @@ import numpy as np
 from headrace.topics.compiled import jit
 from headrace.topics.vector import (
     add,
+    address,
+    broadcast,
     digamma_power,
     distance,
     div,
     exp_digamma,
     fma,
+    index_at,
     larger,
     largest,
     load,
     mul,
+    number_at,
+    put_index,
+    put_number,
     splat,
     store,
     store_totals,
@@ -42,8 +48,10 @@ from headrace.topics.vector import (
     transpose,
 )
 
-DROP = np.float32(1e-5)
+DROP = np.float32(1e-4)
 REVIVE = np.float32(1e-3)
+SPREAD = np.float32(0.1 * 12.0**0.5)
+"""γ starts uniform around one with the deviation of scikit-learn's draws, a tenth."""
 NOTHING = np.float32(1e-30)
 """A floor under every sum that is divided by: far below any share, above float32's denormals."""
 
@@ -123,12 +131,12 @@ def _shares(block, offsets, e, live, floor, count, share, padded):
         a, b, c, d = load(floor, w), load(floor, w + 16), zero, zero
         g = h = m = n = zero
         for i in range(0, live, 4):
-            p, q = offsets[i] + w, offsets[i + 1] + w
-            r, s = offsets[i + 2] + w, offsets[i + 3] + w
-            x, y = splat(e[i]), splat(e[i + 1])
+            p, q = index_at(offsets, i) + w, index_at(offsets, i + 1) + w
+            r, s = index_at(offsets, i + 2) + w, index_at(offsets, i + 3) + w
+            x, y = broadcast(e, i), broadcast(e, i + 1)
             a, b = fma(x, load(block, p), a), fma(x, load(block, p + 16), b)
             c, d = fma(y, load(block, q), c), fma(y, load(block, q + 16), d)
-            x, y = splat(e[i + 2]), splat(e[i + 3])
+            x, y = broadcast(e, i + 2), broadcast(e, i + 3)
             g, h = fma(x, load(block, r), g), fma(x, load(block, r + 16), h)
             m, n = fma(y, load(block, s), m), fma(y, load(block, s + 16), n)
         store(share, w, div(load(count, w), add(add(a, c), add(g, m))))
@@ -137,10 +145,10 @@ def _shares(block, offsets, e, live, floor, count, share, padded):
         w = padded - 16
         a, c, g, m = load(floor, w), zero, zero, zero
         for i in range(0, live, 4):
-            a = fma(splat(e[i]), load(block, offsets[i] + w), a)
-            c = fma(splat(e[i + 1]), load(block, offsets[i + 1] + w), c)
-            g = fma(splat(e[i + 2]), load(block, offsets[i + 2] + w), g)
-            m = fma(splat(e[i + 3]), load(block, offsets[i + 3] + w), m)
+            a = fma(broadcast(e, i), load(block, index_at(offsets, i) + w), a)
+            c = fma(broadcast(e, i + 1), load(block, index_at(offsets, i + 1) + w), c)
+            g = fma(broadcast(e, i + 2), load(block, index_at(offsets, i + 2) + w), g)
+            m = fma(broadcast(e, i + 3), load(block, index_at(offsets, i + 3) + w), m)
         store(share, w, div(load(count, w), add(add(a, c), add(g, m))))
 
 
@@ -148,7 +156,12 @@ def _shares(block, offsets, e, live, floor, count, share, padded):
 def _sums(block, offsets, live, share, padded, sums):
     """sums_k = Σ_w share_w B_wk, four topics at a time."""
     for i in range(0, live, 4):
-        p, q, r, s = offsets[i], offsets[i + 1], offsets[i + 2], offsets[i + 3]
+        p, q, r, s = (
+            index_at(offsets, i),
+            index_at(offsets, i + 1),
+            index_at(offsets, i + 2),
+            index_at(offsets, i + 3),
+        )
         a = b = c = d = splat(np.float32(0.0))
         for w in range(0, padded, 16):
             x = load(share, w)
@@ -172,20 +185,21 @@ def _powers(gamma, mask, e, live, collapsed):
 def _pad(live, offsets, gamma, prior, mask):
     """Make everything behind the live topics harmless, up to a multiple of 16."""
     for i in range(live, (live + 15) // 16 * 16):
-        offsets[i] = 0
-        gamma[i] = prior[i] = np.float32(1.0)
-        mask[i] = np.float32(0.0)
+        put_index(offsets, i, 0)
+        put_number(gamma, i, np.float32(1.0))
+        put_number(prior, i, np.float32(1.0))
+        put_number(mask, i, np.float32(0.0))
 
 
 @jit
 def _admit(k_topics, stride, alpha, full, topics, offsets, gamma, prior, mask):
     """All topics are live."""
     for k in range(k_topics):
-        topics[k] = k
-        offsets[k] = k * stride
-        gamma[k] = full[k]
-        prior[k] = alpha[k]
-        mask[k] = np.float32(1.0)
+        put_index(topics, k, k)
+        put_index(offsets, k, k * stride)
+        put_number(gamma, k, number_at(full, k))
+        put_number(prior, k, number_at(alpha, k))
+        put_number(mask, k, np.float32(1.0))
     _pad(k_topics, offsets, gamma, prior, mask)
 
 
@@ -198,29 +212,53 @@ def _drop(live, left, topics, offsets, gamma, prior, mask, words, full, out):
     """
     kept = 0
     for i in range(live):
-        k = topics[i]
-        stays = words[i] >= DROP
-        full[k] = gamma[i]
-        out[left] = k
-        left += not stays
-        topics[kept] = k
-        offsets[kept] = offsets[i]
-        gamma[kept] = gamma[i]
-        prior[kept] = prior[i]
+        k, g = index_at(topics, i), number_at(gamma, i)
+        stays = 1 if number_at(words, i) >= DROP else 0
+        put_number(full, k, g)
+        put_index(out, left, k)
+        left += 1 - stays
+        put_index(topics, kept, k)
+        put_index(offsets, kept, index_at(offsets, i))
+        put_number(gamma, kept, g)
+        put_number(prior, kept, number_at(prior, i))
         kept += stays
     _pad(kept, offsets, gamma, prior, mask)
     return kept, left
 
 
 @jit
+def _keep(live, topics, gamma, full):
+    """Write γ of the live topics back to their places."""
+    for i in range(live):
+        put_number(full, index_at(topics, i), number_at(gamma, i))
+
+
+@jit
+def _revived(block, padded, out, left, full, collapsed, share, offsets, gamma, e, mask, sums):
+    """Whether a topic that left would take more than `REVIVE` words if it were let in."""
+    for i in range((left + 15) // 16 * 16):
+        k = index_at(out, i) if i < left else 0
+        put_index(offsets, i, k * padded)
+        put_number(gamma, i, number_at(full, k))
+        put_number(mask, i, np.float32(1.0) if i < left else np.float32(0.0))
+    _powers(gamma, mask, e, left, collapsed)
+    _sums(block, offsets, left, share, padded, sums)
+    most = np.float32(0.0)
+    for i in range(left):
+        most = max(most, number_at(e, i) * number_at(sums, i))
+    return most > REVIVE
+
+
+@jit
 def _infer(block, padded, k_topics, alpha, full, tol, max_iter, collapsed, ints, work, floor, count, share):
     """Iterate one document to convergence. ``full`` is γ, in and out; returns (live topics, iterations).
 
-    Afterwards ``ints[0]`` names the live topics, ``work[1]`` holds their e, ``share`` the words' shares under
-    that e.
+    Everything but the numbers is an address; ``ints`` and ``work`` are those of the rows of `Scratch`'s
+    arrays. Afterwards the live topics are named in ``ints[0]``, their e is in ``work[1]``, and ``share`` holds
+    the words' shares under that e.
     """
-    topics, offsets, out = ints[0], ints[1], ints[4]
-    gamma, e, prior, mask, sums = work[0], work[1], work[2], work[3], work[4]
+    topics, offsets, others, _, out = ints
+    gamma, e, prior, mask, sums, gamma2, e2, mask2, sums2, _ = work
     _admit(k_topics, padded, alpha, full, topics, offsets, gamma, prior, mask)
     _powers(gamma, mask, e, k_topics, collapsed)
     live, left, may_drop, rounds = k_topics, 0, True, 0
@@ -228,16 +266,17 @@ def _infer(block, padded, k_topics, alpha, full, tol, max_iter, collapsed, ints,
     while rounds < max_iter:
         _shares(block, offsets, e, live, floor, count, share, padded)
         _sums(block, offsets, live, share, padded, sums)
-        moved = splat(np.float32(0.0))
+        moved = most = splat(np.float32(0.0))
         for i in range(0, live, 16):
             words = mul(mul(load(e, i), load(sums, i)), load(mask, i))
             store(sums, i, words)
+            most = larger(most, words)
             new = add(load(prior, i), words)
             moved = add(moved, distance(new, load(gamma, i)))
             store(gamma, i, new)
         rounds += 1
         converged = total(moved) < enough
-        if may_drop and (rounds < 7 or rounds & 7 == 0) and sums[:live].max() >= DROP:
+        if may_drop and (rounds < 8 or rounds & 1 == 0) and largest(most) >= DROP:
             live, left = _drop(live, left, topics, offsets, gamma, prior, mask, sums, full, out)
         _powers(gamma, mask, e, live, collapsed)
         if not converged:
@@ -245,53 +284,48 @@ def _infer(block, padded, k_topics, alpha, full, tol, max_iter, collapsed, ints,
         if left == 0:
             break
         _shares(block, offsets, e, live, floor, count, share, padded)
-        if not _revived(block, padded, out, left, full, collapsed, share, ints[2], work):
-            break
-        for i in range(live):
-            full[topics[i]] = gamma[i]
+        if not _revived(block, padded, out, left, full, collapsed, share, others, gamma2, e2, mask2, sums2):
+            _keep(live, topics, gamma, full)
+            return live, rounds
+        _keep(live, topics, gamma, full)
         live, left, may_drop = k_topics, 0, False
         _admit(k_topics, padded, alpha, full, topics, offsets, gamma, prior, mask)
         _powers(gamma, mask, e, live, collapsed)
-    for i in range(live):
-        full[topics[i]] = gamma[i]
-    if left == 0 or rounds == max_iter:
-        _shares(block, offsets, e, live, floor, count, share, padded)
+    _keep(live, topics, gamma, full)
+    _shares(block, offsets, e, live, floor, count, share, padded)
     return live, rounds
 
 
 @jit
-def _revived(block, padded, out, left, full, collapsed, share, offsets, work):
-    """Whether a topic that left would take more than `REVIVE` words if it were let in."""
-    gamma, e, mask, sums = work[5], work[6], work[7], work[8]
-    for i in range((left + 15) // 16 * 16):
-        k = out[i] if i < left else 0
-        offsets[i] = k * padded
-        gamma[i] = full[k]
-        mask[i] = np.float32(1.0) if i < left else np.float32(0.0)
-    _powers(gamma, mask, e, left, collapsed)
-    _sums(block, offsets, left, share, padded, sums)
-    most = np.float32(0.0)
-    for i in range(left):
-        most = max(most, e[i] * sums[i])
-    return most > REVIVE
+def _rows_of(table):
+    """The addresses of the rows of a table of four-byte numbers."""
+    start, step = address(table), table.shape[1] * 4
+    return start, start + step, start + 2 * step, start + 3 * step, start + 4 * step
 
 
 @jit
 def learn(
-    indptr, counts, first, last, locs, rows, floors, width, alpha, tol, max_iter, collapsed, gammas, want_stats,
-    starts, cursor, powers, entry_doc, entry_share, ints, work, block, lines,
+    indptr, counts, first, last, locs, rows, floors, width, alpha, tol, max_iter, collapsed, gammas,
+    want_stats, starts, cursor, powers, entry_doc, entry_share, ints, work, block, lines, noise,
 ):  # fmt: skip
-    """Infer documents first..last from local ``rows``, from γ = 1, as scikit-learn's transform does.
+    """Infer documents first..last from local ``rows``.
 
-    Fills ``gammas``; when statistics are wanted, also ``powers`` (e of every document, zero for topics that
+    γ starts at 1, as in scikit-learn's transform; near 1 when ``noise`` is not zero, as in its fit: the same
+    noise gives the same starts, whatever thread asks. Fills ``gammas``; when statistics are wanted, also
+    ``powers`` (e of every document, zero for topics that
     left) and, word by word, ``entry_doc`` and ``entry_share``: what `gather_statistics` needs. Returns the
     iterations of all documents together.
     """
     k_topics = alpha.size
     prior_mass = np.float32(alpha.sum())
-    where, floor, count, share = ints[3], lines[0], lines[1], lines[2]
+    ints_at, line_at = _rows_of(ints), _rows_of(lines)
+    work_at = _rows_of(work[:5]) + _rows_of(work[5:])
+    topics, where, e, full = ints_at[0], ints_at[3], work_at[1], work_at[9]
+    floor, count, share = line_at[0], line_at[1], line_at[2]
+    block_at, alpha_at, rows_at, locs_at = address(block), address(alpha), address(rows), address(locs)
+    cursor_at, doc_at, share_at = address(cursor), address(entry_doc), address(entry_share)
+    counts_at, floors_at, powers_at = address(counts), address(floors), address(powers)
     base, rounds = indptr[first], 0
-    topics, e, full = ints[0], work[1], work[9]
     if want_stats:
         powers[: (last - first) * width] = np.float32(0.0)
         for u in range(cursor.size):
@@ -303,35 +337,47 @@ def learn(
                 gammas[doc - first, k] = alpha[k]
             continue
         padded = (n + 15) // 16 * 16
-        mass = np.float32(0.0)
+        mass = prior_mass
         for j in range(n):
-            mass += counts[base + lo + j]
-        for j in range(padded):
-            inside = j < n
-            where[j] = locs[lo + j] * width if inside else 0
-            count[j] = counts[base + lo + j] if inside else np.float32(0.0)
+            mass += number_at(counts_at, base + lo + j)
+        for j in range(n):
+            u = index_at(locs_at, lo + j)
+            put_index(where, j, u * width)
+            put_number(count, j, number_at(counts_at, base + lo + j))
             # e is not divided by exp(ψ(Σγ)), so the floor is multiplied by it.
-            floor[j] = floors[locs[lo + j]] * (mass + prior_mass) + NOTHING if inside else np.float32(1.0)
+            put_number(floor, j, number_at(floors_at, u) * mass + NOTHING)
+        for j in range(n, padded):
+            put_index(where, j, 0)
+            put_number(count, j, np.float32(0.0))
+            put_number(floor, j, np.float32(1.0))
         for w in range(0, padded, 16):
             for k in range(0, width, 16):
-                transpose(rows, where, w, k, block, k * padded + w, padded)
+                transpose(rows_at, where, w, k, block_at, k * padded + w, padded)
+        draw = (noise + (doc + 1) * 2654435761) & 0xFFFFFFFF
         for k in range(k_topics):
-            full[k] = np.float32(1.0)
+            if noise:
+                # A linear congruential generator: its high bits are random enough to tell topics apart.
+                draw = (draw * 747796405 + 2891336453) & 0xFFFFFFFF
+                put_number(full, k, np.float32(1.0) + SPREAD * np.float32(draw * 2.0**-32 - 0.5))
+            else:
+                put_number(full, k, np.float32(1.0))
         live, used = _infer(
-            block, padded, k_topics, alpha, full, tol, max_iter, collapsed, ints, work, floor, count, share
-        )
+            block_at, padded, k_topics, alpha_at, full, tol, max_iter, collapsed, ints_at, work_at, floor,
+            count, share,
+        )  # fmt: skip
         rounds += used
         for k in range(k_topics):
-            gammas[doc - first, k] = full[k]
+            gammas[doc - first, k] = number_at(full, k)
         if want_stats:
+            row = (doc - first) * width
             for i in range(live):
-                powers[(doc - first) * width + topics[i]] = e[i]
+                put_number(powers_at, row + index_at(topics, i), number_at(e, i))
             for j in range(n):
-                u = locs[lo + j]
-                at = cursor[u]
-                cursor[u] = at + 1
-                entry_doc[at] = doc - first
-                entry_share[at] = share[j]
+                u = index_at(locs_at, lo + j)
+                at = index_at(cursor_at, u)
+                put_index(cursor_at, u, at + 1)
+                put_index(doc_at, at, doc - first)
+                put_number(share_at, at, number_at(share, j))
     return rounds
 
 
@@ -343,20 +389,22 @@ def gather_statistics(rows, used, width, starts, entry_doc, entry_share, powers)
     word of every document, and need that table.
     """
     zero = splat(np.float32(0.0))
+    rows_at, doc_at, share_at = address(rows), address(entry_doc), address(entry_share)
+    powers_at = address(powers)
     for u in range(used):
         lo, hi, to = starts[u], starts[u + 1], u * width
         for k in range(0, width - 16, 32):
             a = b = zero
             for i in range(lo, hi):
-                at, x = entry_doc[i] * width + k, splat(entry_share[i])
-                a, b = fma(x, load(powers, at), a), fma(x, load(powers, at + 16), b)
-            store(rows, to + k, mul(a, load(rows, to + k)))
-            store(rows, to + k + 16, mul(b, load(rows, to + k + 16)))
+                at, x = index_at(doc_at, i) * width + k, broadcast(share_at, i)
+                a, b = fma(x, load(powers_at, at), a), fma(x, load(powers_at, at + 16), b)
+            store(rows_at, to + k, mul(a, load(rows_at, to + k)))
+            store(rows_at, to + k + 16, mul(b, load(rows_at, to + k + 16)))
         if width & 16:
             k, a = width - 16, zero
             for i in range(lo, hi):
-                a = fma(splat(entry_share[i]), load(powers, entry_doc[i] * width + k), a)
-            store(rows, to + k, mul(a, load(rows, to + k)))
+                a = fma(broadcast(share_at, i), load(powers_at, index_at(doc_at, i) * width + k), a)
+            store(rows_at, to + k, mul(a, load(rows_at, to + k)))
 
 
 @jit
@@ -388,4 +436,28 @@ def word_likelihood(indptr, counts, first, last, locs, rows, scales, width, powe
             for k in range(0, width, 16):
                 inner = fma(load(powers, (doc - first) * width + k), load(rows, u * width + k), inner)
             value += counts[i] * (np.log(np.float64(total(inner)) + 1e-300) + scales[u])
+    return value
+
+
+@jit
+def topic_terms(excess, topics, scale, prior, log_sums):
+    """Σ over all λ of log Γ(λ) − (λ − prior)(ψ(λ) − log_sums), in float64.
+
+    Both functions by Stirling's series at x = λ + 6, and stepped down: ψ by the six fractions, log Γ by the
+    logarithm of their common denominator. Good to 1e-12 of each term's largest part.
+    """
+    value = 0.0
+    for word in range(excess.shape[0]):
+        for k in range(topics):
+            part = scale * excess[word, k]
+            y = part + prior
+            a, b, c = y * (y + 5.0), (y + 1.0) * (y + 4.0), (y + 2.0) * (y + 3.0)
+            x = y + 6.0
+            log_x, w = np.log(x), 1.0 / (x * x)
+            series = w * (1 / 12 - w * (1 / 120 - w * (1 / 252 - w * (1 / 240 - w / 132))))
+            fractions = (2.0 * y + 5.0) * (1.0 / a + 1.0 / b + 1.0 / c)
+            digamma = log_x - 0.5 / x - series - fractions
+            stirling = (1 / 12 - w * (1 / 360 - w * (1 / 1260 - w * (1 / 1680 - w / 1188)))) / x
+            log_gamma = (x - 0.5) * log_x - x + 0.9189385332046727 + stirling - np.log(a * b * c)
+            value += log_gamma - part * (digamma - log_sums[k])
     return value

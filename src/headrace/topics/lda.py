@@ -7,6 +7,7 @@ as one V × K float32 array; ``components_`` is made from it when asked for, in 
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from headrace.errors import DataError, OptionError
 from headrace.topics.bound import split_words, topic_bound
 from headrace.topics.corpus import Corpus, corpus_of
 from headrace.topics.documents import Documents, is_matrix, open_documents
+from headrace.topics.exports import to_gensim, to_pyldavis, words_of
 from headrace.topics.learner import Learner, warm_up
 from headrace.topics.options import Settings, check_fit, resolve
 from headrace.topics.state import Topics
@@ -144,7 +146,8 @@ class LatentDirichletAllocation(ClassNamePrefixFeaturesOutMixin, TransformerMixi
         self.n_iter_, self.n_batch_iter_ = 0, 1
         self.history_: list[dict[str, float]] = []
         self.vocabulary_ = documents.vocabulary
-        learner = Learner(self._topics, settings)
+        self._noise = int(self.random_state_.randint(1, 2**31 - 1))
+        learner = Learner(self._topics, replace(settings, noise=self._noise))
         self._keep(learner)
         return learner
 
@@ -192,13 +195,19 @@ class LatentDirichletAllocation(ClassNamePrefixFeaturesOutMixin, TransformerMixi
 
     def _learner(self, settings: Settings | None = None) -> Learner:
         """A learner that goes on from what was fitted."""
-        from dataclasses import replace
-
         settings = resolve(self.get_params(deep=False)) if settings is None else settings
-        settings = replace(settings, topics=self._topics.topics, alpha=self._alpha, prior=self._topics.prior)
+        settings = replace(
+            settings,
+            topics=self._topics.topics,
+            alpha=self._alpha,
+            prior=self._topics.prior,
+            noise=self._noise,
+        )
         return Learner(self._topics, settings, self.n_batch_iter_)
 
     def _keep(self, learner: Learner) -> None:
+        # As a model that is saved and loaded has them; the steps' running sums differ in the last bits.
+        self._topics.recount()
         self._alpha = learner.how.alpha
         self.n_batch_iter_ = learner.step
 
@@ -272,20 +281,19 @@ class LatentDirichletAllocation(ClassNamePrefixFeaturesOutMixin, TransformerMixi
     def top_words(self, feature_names: Any = None, n: int = 10) -> list[list[str]]:
         """The ``n`` most probable words of every topic."""
         check_is_fitted(self)
-        names = next(
-            (
-                v
-                for v in (feature_names, self.vocabulary_, getattr(self, "feature_names_in_", None))
-                if v is not None
-            ),
-            range(self._topics.features),
-        )
-        if len(names) != self._topics.features:
-            raise OptionError(
-                f"{len(names)} feature_names for {self._topics.features} words; give one for each"
-            )
+        names = words_of(self, feature_names)
         best = np.argsort(-self._topics.excess[:, : self._topics.topics], axis=0, kind="stable")[:n]
-        return [[str(names[word]) for word in best[:, k]] for k in range(self._topics.topics)]
+        return [[names[word] for word in best[:, k]] for k in range(self._topics.topics)]
+
+    def to_gensim(self, feature_names: Any = None) -> Any:
+        """These topics as a gensim `LdaModel`."""
+        check_is_fitted(self)
+        return to_gensim(self, feature_names)
+
+    def to_pyldavis(self, X: Any, feature_names: Any = None, **options: Any) -> Any:
+        """What pyLDAvis shows, for documents ``X``; ``options`` go to ``pyLDAvis.prepare``."""
+        check_is_fitted(self)
+        return to_pyldavis(self, X, feature_names, **options)
 
     # Fitted attributes
 
@@ -312,6 +320,7 @@ class LatentDirichletAllocation(ClassNamePrefixFeaturesOutMixin, TransformerMixi
         self._alpha, self.topic_word_prior_ = settings.alpha, settings.prior
         self.n_features_in_ = values.shape[1]
         self.vocabulary_ = None
+        self._noise = getattr(self, "_noise", 1)
         self.n_iter_, self.n_batch_iter_ = 0, getattr(self, "n_batch_iter_", 1)
         self.history_ = []
 

@@ -36,6 +36,7 @@ class Learner:
             tol=settings.tol,
             max_iter=settings.max_doc_iter,
             collapsed=settings.collapsed,
+            noise=settings.noise,
         )
         self.workers = [Scratch(topics.topics, topics.features) for _ in range(settings.jobs)]
 
@@ -66,7 +67,7 @@ class Learner:
         size = max(self.settings.batch_size, RUN)
         done = batch_pass(
             self.topics, ((c, runs_of(len(c), self._share(c, size))) for c in chunks), self.how, self.workers,
-            self._observe_batch if self.settings.learn_priors else None,
+            self.step, self._observe_batch if self.settings.learn_priors else None,
         )  # fmt: skip
         self.step += 1
         return done

@@ -82,7 +82,9 @@ def take_step(
     topics: Topics, corpus: Corpus, step: Step, how: Inference, total: float, scratch: Scratch
 ) -> int:
     """One step of the local level; returns the iterations of its documents."""
-    used, rounds = infer_run(topics, corpus, step.run, how, scratch, scale=step.before, eps=0.0)
+    used, rounds = infer_run(
+        topics, corpus, step.run, how, scratch, scale=step.before, eps=0.0, noise=how.noise_at(step.number)
+    )
     first, last = step.run
     factor = step.weight / step.after * total / (last - first)
     kernels.apply(
@@ -146,6 +148,7 @@ def batch_pass(
     chunks: Iterable[tuple[Corpus, Sequence[Run]]],
     how: Inference,
     scratches: Sequence[Scratch],
+    step: int = 1,
     observe: Callable[[Run, NDArray[np.float32]], None] | None = None,
 ) -> Tally:
     """One pass of batch learning: λ ← prior + the statistics of all documents.
@@ -160,7 +163,8 @@ def batch_pass(
 
         def work(worker: int, run: Run, corpus: Corpus = corpus) -> None:
             scratch = scratches[worker]
-            used, rounds = infer_run(topics, corpus, run, how, scratch, eps=0.0)
+            noise = how.noise_at(step + run[0])
+            used, rounds = infer_run(topics, corpus, run, how, scratch, eps=0.0, noise=noise)
             if observe is not None:
                 observe(run, scratch.gammas[: run[1] - run[0]])
             with turn:

@@ -40,6 +40,8 @@ class Settings:
     jobs: int
     learn_priors: bool
     device: str
+    noise: int = 0
+    """Seed of the starts of γ while learning."""
 
     @property
     def collapsed(self) -> bool:

@@ -35,6 +35,7 @@ def save(model: Any, folder: Path) -> Path:
         "options": options,
         "scale": topics.scale,
         "prior": topics.prior,
+        "noise": model._noise,
         "dtype": str(np.dtype(model._dtype)),
         "n_iter": model.n_iter_,
         "n_batch_iter": model.n_batch_iter_,
@@ -80,6 +81,7 @@ def load(kind: Any, folder: Path) -> Any:
     made.recount()
     model._topics, model._alpha = made, aligned(tensors["alpha"].shape)
     model._alpha[:] = tensors["alpha"]
+    model._noise = record["noise"]
     model._dtype = np.dtype(record["dtype"])
     model.topic_word_prior_ = made.prior
     model.n_features_in_, model.n_iter_, model.n_batch_iter_ = (

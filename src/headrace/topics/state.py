@@ -128,7 +128,7 @@ class Scratch:
         self.gammas = np.zeros((0, topics), dtype=np.float32)
         self.ints = aligned((5, self.width + LANES), np.int32)
         self.work = aligned((10, self.width))
-        self.lines = aligned((3, LANES))
+        self.lines = aligned((5, LANES))
         self.column = np.zeros(self.width)
 
     @property
@@ -143,7 +143,7 @@ class Scratch:
             self.locs, self.entry_doc = (np.empty(entries, dtype=np.int32) for _ in range(2))
             self.entry_share = np.empty(entries, dtype=np.float32)
         if self.lines.shape[1] < longest:
-            self.lines = aligned((3, longest))
+            self.lines = aligned((5, longest))
             self.ints = aligned((5, max(longest, self.width + LANES)), np.int32)
             self.block = aligned((self.width * longest,))
         elif not self.block.size:

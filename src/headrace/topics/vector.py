@@ -5,8 +5,10 @@ a loop in registers. `Lanes` is a numba type whose value is one LLVM vector ``<1
 here load, combine and store such values and may be called only inside compiled code. On a processor with
 narrower registers LLVM splits every operation, so nothing here depends on AVX-512.
 
-Shapes: arrays are C-contiguous float32 and addressed by element, ``flat[start : start + 16]``. Nothing is
-bounds-checked: the caller pads its arrays to multiples of 16.
+Arrays are C-contiguous and addressed by element, ``flat[start : start + 16]``; ``flat`` is an array, or its
+address from `address`. Inner loops take addresses: numba counts references to every array that is passed from
+function to function, which costs more than the work on a short document, and guards every index against being
+negative. Nothing here is checked: the caller pads its arrays to multiples of 16 and keeps them alive.
 """
 
 from __future__ import annotations
@@ -45,8 +47,12 @@ def _constant(value: float) -> ir.Constant:
 
 
 def _pointer(context: Any, builder: Any, kind: Any, array: Any, start: Any, to: Any) -> Any:
-    data = arrayobj.make_array(kind)(context, builder, array).data
-    return builder.bitcast(cgutils.pointer_add(builder, data, builder.mul(start, start.type(4))), to)
+    """A pointer of type ``to`` to the four-byte element ``start``."""
+    if isinstance(kind, types.Integer):
+        data = array
+    else:
+        data = builder.ptrtoint(arrayobj.make_array(kind)(context, builder, array).data, start.type)
+    return builder.inttoptr(builder.add(data, builder.shl(start, start.type(2))), to)
 
 
 def _call(builder: Any, name: str, *args: Any) -> Any:
@@ -62,6 +68,66 @@ def _fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
 def _shuffle(builder: Any, a: Any, b: Any, lanes: list[int]) -> Any:
     mask = ir.Constant(ir.VectorType(_INT, len(lanes)), [ir.Constant(_INT, lane) for lane in lanes])
     return builder.shuffle_vector(a, b, mask)
+
+
+@intrinsic
+def address(typing: Any, array: Any) -> Any:
+    """Where the elements of an array lie, as a number. Whoever uses it keeps the array alive."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        data = arrayobj.make_array(signature.args[0])(context, builder, args[0]).data
+        return builder.ptrtoint(data, context.get_value_type(types.intp))
+
+    return types.intp(array), codegen
+
+
+@intrinsic
+def number_at(typing: Any, flat: Any, start: Any) -> Any:
+    """Element ``start`` of float32 numbers."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.load(
+            _pointer(context, builder, signature.args[0], args[0], args[1], _FLOAT.as_pointer())
+        )
+
+    return types.float32(flat, types.intp), codegen
+
+
+@intrinsic
+def put_number(typing: Any, flat: Any, start: Any, value: Any) -> Any:
+    """Write element ``start`` of float32 numbers."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = _pointer(context, builder, signature.args[0], args[0], args[1], _FLOAT.as_pointer())
+        builder.store(args[2], pointer)
+        return context.get_dummy_value()
+
+    return types.void(flat, types.intp, types.float32), codegen
+
+
+@intrinsic
+def index_at(typing: Any, flat: Any, start: Any) -> Any:
+    """Element ``start`` of int32 numbers."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        value = builder.load(
+            _pointer(context, builder, signature.args[0], args[0], args[1], _INT.as_pointer())
+        )
+        return builder.sext(value, args[1].type)
+
+    return types.intp(flat, types.intp), codegen
+
+
+@intrinsic
+def put_index(typing: Any, flat: Any, start: Any, value: Any) -> Any:
+    """Write element ``start`` of int32 numbers."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = _pointer(context, builder, signature.args[0], args[0], args[1], _INT.as_pointer())
+        builder.store(builder.trunc(args[2], _INT), pointer)
+        return context.get_dummy_value()
+
+    return types.void(flat, types.intp, types.intp), codegen
 
 
 @intrinsic
@@ -96,6 +162,20 @@ def splat(typing: Any, value: Any) -> Any:
         return _shuffle(builder, one, one, [0] * WIDTH)
 
     return LANES(types.float32), codegen
+
+
+@intrinsic
+def broadcast(typing: Any, flat: Any, start: Any) -> Any:
+    """Sixteen times element ``start`` of float32 numbers."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        value = builder.load(
+            _pointer(context, builder, signature.args[0], args[0], args[1], _FLOAT.as_pointer())
+        )
+        one = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), value, ir.Constant(_INT, 0))
+        return _shuffle(builder, one, one, [0] * WIDTH)
+
+    return LANES(flat, types.intp), codegen
 
 
 @intrinsic
@@ -264,9 +344,9 @@ def transpose(
         t_table, t_offsets, _, _, t_out, _, _ = signature.args
         a_table, a_offsets, a_first, a_column, a_out, a_start, a_stride = args
         rows = []
-        data = arrayobj.make_array(t_offsets)(context, builder, a_offsets).data
         for j in range(WIDTH):
-            where = builder.gep(data, [builder.add(a_first, a_first.type(j))])
+            number = builder.add(a_first, a_first.type(j))
+            where = _pointer(context, builder, t_offsets, a_offsets, number, _INT.as_pointer())
             offset = builder.sext(builder.load(where), a_column.type)
             pointer = _pointer(
                 context, builder, t_table, a_table, builder.add(offset, a_column), _VECTOR.as_pointer()

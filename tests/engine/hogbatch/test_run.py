@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -160,6 +161,31 @@ def test_several_workers_learn_and_use_every_row_once(mix: str) -> None:
         assert low <= worker.batch <= high
 
 
+@pytest.mark.parametrize("processes", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_csr_rows_train_as_dense_ones(processes: bool) -> None:
+    columns = data()
+    columns["x"] *= torch.rand(1000, 6, generator=torch.Generator().manual_seed(1)) < 0.4
+    columns["x"][17] = 0  # a row without entries
+    dense, sparse = mlp(), mlp()
+    run_hogbatch(dense, columns, F.cross_entropy, options())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls its CSR support a beta
+        columns["x"] = columns["x"].to_sparse_csr()
+    result = run_hogbatch(sparse, columns, F.cross_entropy, options(processes=processes))
+    assert same(dense, sparse)
+    assert result.rows == 2000
+    with pytest.raises(DataError, match="to_dense"):
+        run_hogbatch(sparse, columns, F.cross_entropy, options(standin=1))
+
+
+def test_compiled_loops_learn_with_several_workers() -> None:
+    result = run_hogbatch(
+        mlp(), data(), F.cross_entropy, options(cpu=2, batch_size=1, optimiser=OptimiserSpec(lr=0.03))
+    )
+    assert result.rows == 2000
+    assert result.losses[-1] < 0.7 * result.losses[0]
+
+
 def test_the_module_gets_its_own_memory_back() -> None:
     module = mlp()
     places = [p.data_ptr() for p in module.parameters()]
@@ -200,6 +226,15 @@ def test_a_stopped_run_resumes_where_it_was(limit: dict[str, Any]) -> None:
         module, columns, F.cross_entropy, options(cpu=2, epochs=first.epochs + 1), resume=first.state
     )
     assert second.rows - first.rows == missing
+    assert second.updates > first.updates
+    third = run_hogbatch(
+        module,
+        columns,
+        F.cross_entropy,
+        options(cpu=2, epochs=400, updates=first.updates),
+        resume=first.state,
+    )
+    assert third.updates < first.updates + 300  # at once, but for what was handed out before the first look
     assert second.epochs == first.epochs + 1
 
 
@@ -228,7 +263,27 @@ def test_an_exception_in_the_module_names_the_worker_and_the_rows(processes: boo
     with pytest.raises(
         WorkerError, match=r"worker cpu\d failed on rows \d+ to \d+ .*\n(.*\n)*.*too large for me"
     ):
-        run_hogbatch(Breaks(), data(), F.cross_entropy, options(cpu=2, processes=processes))
+        run_hogbatch(Breaks(), data(), F.cross_entropy, options(cpu=1, processes=processes))
+
+
+def test_after_an_exception_a_run_goes_on_from_where_it_was() -> None:
+    class Keeps(Observer):
+        state: dict[str, Any]
+
+        def resumable(self, state: dict[str, Any]) -> None:
+            self.state = state
+
+    module, columns, observer = Breaks(), data(), Keeps()
+    with pytest.raises(WorkerError):
+        run_hogbatch(module, columns, F.cross_entropy, options(cpu=2, processes=False), observer)
+    left = sum(stop - start for start, stop in observer.state["remaining"])
+    done = sum(worker["rows"] for worker in observer.state["workers"].values())
+    assert left + done == 1000
+    assert left > 0
+    columns["x"].clamp_(max=2.0)
+    chosen = options(cpu=2, processes=False, epochs=1)
+    result = run_hogbatch(module, columns, F.cross_entropy, chosen, resume=observer.state)
+    assert result.rows == 1000
 
 
 def test_divergence_is_an_error() -> None:

@@ -8,8 +8,8 @@ What the caller gives:
 
 - ``module``: any `nn.Module` in CPU memory, trained in place. A chain of Linear layers, activations and a
   known loss is stepped by hand (`headrace.engine.chain`); any other goes through autograd.
-- ``columns``: dense tensors ``x`` and ``y`` in CPU memory, examples along the first dimension. They are
-  only read.
+- ``columns``: tensors ``x`` and ``y`` in CPU memory, dense or CSR, examples along the first dimension. They
+  are only read. Rows of a CSR column become dense batch by batch.
 - ``loss``: ``loss(module(x), y)`` → the mean loss, a 0-dim tensor.
 - ``options``: `HogbatchOptions`, checked when made and against machine and data when the run begins.
 - ``observer``: an `Observer` that hears of metrics, spans, notes and ends of epochs, in the caller's thread.
@@ -27,8 +27,10 @@ What holds:
   again.
 - No process and no named shared segment outlives the call, however it ends.
 - Ctrl-C ends the run after the batches at work and returns a result with ``stopped_by="interrupt"``.
-- A module's exception is raised as `WorkerError` with the worker's name, its rows and the traceback; a loss that
-  is not finite as `DivergenceError`.
+- A module's exception is raised as `WorkerError` with the worker's name, its rows and the traceback; a
+  loss that is not finite as `DivergenceError`.
+
+`run_auto` does the same with the workers that a short measured trial chooses.
 
 How it is built: `coordinator` and `adaptive` decide (pure); `run` carries instructions to `workers` (threads,
 processes) and `device`; those run a `runner` over `steppers`, on `shared` memory or a `replica` of it.
@@ -38,6 +40,7 @@ from headrace.engine.hogbatch.observer import HogbatchResult, Observer, WorkerSu
 from headrace.engine.hogbatch.options import HogbatchOptions
 from headrace.engine.hogbatch.run import run_hogbatch
 from headrace.engine.hogbatch.steppers import OptimiserSpec
+from headrace.engine.hogbatch.trial import run_auto
 
 __all__ = [
     "HogbatchOptions",
@@ -45,5 +48,6 @@ __all__ = [
     "Observer",
     "OptimiserSpec",
     "WorkerSummary",
+    "run_auto",
     "run_hogbatch",
 ]

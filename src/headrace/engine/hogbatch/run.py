@@ -22,6 +22,7 @@ from headrace.engine.chain import Chain
 from headrace.engine.hogbatch.coordinator import Coordinator, Done, Grant, Instruction, Lost, Replace, Rules
 from headrace.engine.hogbatch.observer import HogbatchResult, Observer, live_row, summarise
 from headrace.engine.hogbatch.options import HogbatchOptions, check_machine, check_module, core_for
+from headrace.engine.hogbatch.rows import to_parts
 from headrace.engine.hogbatch.runner import Work
 from headrace.engine.hogbatch.shared import BEAT, GRANT, MERGES, ROWS, UPDATES, Board, SharedTensors
 from headrace.engine.hogbatch.workers import (
@@ -42,9 +43,11 @@ TICK_S = 0.1
 
 METRICS_S = 0.5
 
-MERGE_BELOW = 32
-"""Batches below this use replicas where two or more CPU workers share dense weights. Measured on two cores:
-direct updates scale 1.9 × from 64 rows on, and fall behind one worker alone at one row."""
+MERGE_BELOW, MERGE_FROM = 32, 4
+"""Batches below the one use replicas where at least the other number of CPU workers shares dense weights. On
+two cores direct updates were never slower than replicas merged every 16 steps (0.81 against 0.73 of one worker
+at one row, 1.25 against 1.20 at 16, 1.69 against 1.49 at 64). From four workers on it is a guess: every further
+core adds traffic to a direct update and none to a local step."""
 
 LOCAL_STEPS = 16
 
@@ -71,6 +74,10 @@ def run_hogbatch(
     try:
         run.start(resume)
         return run.train()
+    except WorkerError:
+        run.close()  # first, so that nobody works any more and the board is final
+        run.observer.resumable(run.surrender())
+        raise
     finally:
         run.close()
         torch.set_num_threads(threads)
@@ -88,7 +95,7 @@ class Run:
         observer: Observer,
         order: Callable[[int], Tensor] | None,
     ) -> None:
-        rows = check_columns(columns)
+        rows = check_columns(columns, options.devices)
         self.module, self.loss, self.options, self.observer = module, loss, options, observer
         self.notes = check_machine(options) + check_module(module, options)
         plans = options.plans(rows)
@@ -120,6 +127,7 @@ class Run:
         self._epoch_loss, self._epoch_rows = 0.0, 0
         self._stopped_by = "epochs"
         self._last_words: list[str] = []
+        self._closed = False
 
     # Setting up and clearing away.
 
@@ -136,7 +144,7 @@ class Run:
     def _choose_merging(self) -> int:
         if self.options.merge_every != "auto":
             return int(self.options.merge_every)
-        if self.options.cpu > 1 and self.options.batch_size < MERGE_BELOW:
+        if self.options.cpu >= MERGE_FROM and self.options.batch_size < MERGE_BELOW:
             self.notes.append(
                 f"each CPU worker merges a private copy every {LOCAL_STEPS} steps: several cores that update "
                 f"one copy at batches below {MERGE_BELOW} wait for each other's cache lines"
@@ -158,15 +166,16 @@ class Run:
             for name, tensor in tensors:
                 tensor.data = views[name]
         self.data = None
-        self._columns, self._order = columns, torch.empty(rows, dtype=torch.int64)
+        self._columns, self._order = to_parts(columns), torch.empty(rows, dtype=torch.int64)
         if self.processes:
-            self.data = SharedTensors({**columns, "order": self._order})
+            self.data = SharedTensors({**self._columns, "order": self._order})
             self._order = self.data.views()["order"]
 
     def start(self, resume: dict[str, Any] | None) -> None:
-        self._remaining = None
+        self._remaining, self._resumed_from = None, 0
         if resume is not None:
             self.coordinator.load_state_dict(resume)
+            self._resumed_from = sum(self.coordinator.updates().values())
             saved = resume["remaining"]
             self._remaining = None if saved is None else [(int(a), int(b)) for a, b in saved]
         for note in self.notes:
@@ -197,6 +206,8 @@ class Run:
             board=self.board,
             merge_every=self.merge_every,
             staleness_bound=self.options.staleness_bound,
+            # One worker keeps to the products that the sequential engine uses, to be equal to it bit for bit.
+            fused=self.options.workers > 1 and self.options.batch_size <= 2,
             core=core_for(self.options, number),
             seed=self.options.seed * 1009 + number,
         )
@@ -213,6 +224,9 @@ class Run:
 
     def close(self) -> None:
         """End every worker and give the module its own memory back, with the trained values."""
+        if self._closed:
+            return
+        self._closed = True
         for worker in self.workers.values():
             worker.cancel()
         for worker in [*self.workers.values(), *self._given_up]:
@@ -225,6 +239,14 @@ class Run:
             for name, tensor in tensors:
                 own[name].copy_(views[name])
                 tensor.data = own[name]
+
+    def surrender(self) -> dict[str, Any]:
+        """The state of a run that failed: what was at work counts as far as it came."""
+        self.coordinator.halt()
+        for name in self.workers:
+            cells = self.board.cells[self.rows_of[name][-1]]
+            self.coordinator.died(name, int(cells[GRANT]), int(cells[ROWS]))
+        return self.coordinator.state_dict()
 
     # Training.
 
@@ -259,6 +281,7 @@ class Run:
         row = self._row()
         self.observer.metrics({**row, "kind": "epoch", "epoch": epoch, "step": row["updates"], "loss": mean})
         self._trained_s = self._seconds()
+        self.observer.resumable(self.coordinator.state_dict())
         stop = self.observer.epoch_ended(epoch)
         self._clock = time.perf_counter()
         if stop:
@@ -392,7 +415,7 @@ class Run:
             self.observer.metrics(self._row())
         if self._halted:
             return
-        made = int(self.board.cells[:, UPDATES].sum())
+        made = self._resumed_from + int(self.board.cells[:, UPDATES].sum())
         if self.options.updates is not None and made >= self.options.updates:
             self._halt("updates")
         elif self.options.seconds is not None and seconds >= self.options.seconds:
@@ -405,6 +428,7 @@ class Run:
 
     def _row(self) -> dict[str, Any]:
         row = live_row(self.coordinator, self.board, self.rows_of, self._seconds(), self.coordinator.epoch)
+        row["updates"] += self._resumed_from
         row["loss"] = self._epoch_loss / max(1, self._epoch_rows)
         return row
 
@@ -427,17 +451,24 @@ class Run:
         )
 
 
-def check_columns(columns: dict[str, Tensor]) -> int:
+def check_columns(columns: dict[str, Tensor], devices: int) -> int:
     """The number of rows; an error that says what is wrong otherwise."""
     if set(columns) != {"x", "y"}:
         raise DataError(f"workers take the columns x and y, and got {', '.join(sorted(columns)) or 'none'}")
-    x, y = columns["x"], columns["y"]
-    if len(x) != len(y) or not len(x):
-        raise DataError(f"x has {len(x)} rows and y has {len(y)}; both need the same number, above 0")
+    rows = {name: column.shape[0] for name, column in columns.items()}
+    if rows["x"] != rows["y"] or not rows["x"]:
+        raise DataError(f"x has {rows['x']} rows and y has {rows['y']}; both need the same number, above 0")
+    layouts = (torch.strided, torch.sparse_csr)
     for name, column in columns.items():
-        if column.device.type != "cpu" or column.layout != torch.strided:
-            raise DataError(f"{name} is {column.layout} on {column.device}; give dense tensors in CPU memory")
-    return len(x)
+        if column.device.type != "cpu" or column.layout not in layouts:
+            raise DataError(
+                f"{name} is {column.layout} on {column.device}; give dense or CSR tensors in CPU memory"
+            )
+        if devices and column.layout != torch.strided:
+            raise DataError(
+                f"{name} is {column.layout}; device workers take dense tensors: use {name}.to_dense()"
+            )
+    return rows["x"]
 
 
 def _exit(code: int | None) -> str:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from headrace.engine.hogbatch.coordinator import Grant
 from headrace.engine.hogbatch.replica import Replica
+from headrace.engine.hogbatch.rows import Rows
 from headrace.engine.hogbatch.shared import (
     BEAT,
     BUSY_NS,
@@ -28,7 +29,7 @@ from headrace.engine.hogbatch.shared import (
     Board,
     SharedTensors,
 )
-from headrace.engine.hogbatch.steppers import OptimiserSpec, make_stepper
+from headrace.engine.hogbatch.steppers import ChainStepper, OptimiserSpec, make_stepper
 
 SAMPLE_EVERY = 16
 """Staleness of direct updates is looked at in one of so many: reading all counters takes two microseconds."""
@@ -53,6 +54,8 @@ class Work:
     board: Board
     merge_every: int
     staleness_bound: int | None
+    fused: bool
+    """Whether a chain's steps go through compiled loops where they can."""
     core: int | None
     seed: int
 
@@ -74,7 +77,7 @@ class Runner:
 
     def __init__(self, work: Work, columns: dict[str, Tensor], order: Tensor) -> None:
         self._work = work
-        self._x, self._y = columns["x"], columns["y"]
+        self._x, self._y = Rows(columns, "x"), Rows(columns, "y")
         self._order = order
         self._cells = work.board.cells[work.number]
         shared = work.parameters.views()
@@ -84,7 +87,8 @@ class Runner:
             self._replica = Replica(shared, work.canary.views()["merges"])
             parameters = self._replica.parameters
         self._stepper = make_stepper(work.module, work.loss, work.optimiser, parameters, work.buffers.views())
-        self._rows = [torch.empty(0, dtype=c.dtype) for c in (self._x, self._y)]
+        if work.fused and isinstance(self._stepper, ChainStepper):
+            self._stepper.fuse()
 
     def run(self, grant: Grant, lr: float, token: int) -> Report:
         """Work through a grant until it is done or ``token`` is no longer what the board names."""
@@ -95,7 +99,9 @@ class Runner:
         if self._replica is not None:
             self._replica.pull()
         seen, since = self._work.board.others_updates(self._work.number), 0
-        for steps, (x, y) in enumerate(zip(*self._gather(grant), strict=True), 1):
+        rows = self._order[grant.start : grant.stop]
+        pairs = zip(self._x.batches(rows, grant.batch), self._y.batches(rows, grant.batch), strict=True)
+        for steps, (x, y) in enumerate(pairs, 1):
             if cells[CANCEL] != token:
                 break
             loss += self._stepper.step(x, y, lr) * len(x)
@@ -139,14 +145,3 @@ class Runner:
         self._cells[MERGES] += 1
         self._cells[ROWS] = done
         return now
-
-    def _gather(self, grant: Grant) -> list[tuple[Tensor, ...]]:
-        """The grant's rows, gathered into memory that is kept, and cut into batches."""
-        rows = self._order[grant.start : grant.stop]
-        pieces = []
-        for slot, column in enumerate((self._x, self._y)):
-            if len(self._rows[slot]) < grant.rows:
-                self._rows[slot] = column.new_empty(grant.rows, *column.shape[1:])
-            out = self._rows[slot][: grant.rows]
-            pieces.append(torch.index_select(column, 0, rows, out=out).split(grant.batch))
-        return pieces

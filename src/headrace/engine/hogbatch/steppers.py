@@ -50,11 +50,18 @@ class OptimiserSpec:
     def build(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         if self.name == "sgd":
             return torch.optim.SGD(
-                parameters, self.lr, self.momentum, weight_decay=self.weight_decay, nesterov=self.nesterov
+                parameters,
+                self.lr,
+                self.momentum,
+                weight_decay=self.weight_decay,
+                nesterov=self.nesterov,
+                fused=True,
             )
         kind = torch.optim.Adam if self.name == "adam" else torch.optim.AdamW
         captured = parameters[0].is_cuda  # the step count must then be a tensor on the device
-        return kind(parameters, self.lr, self.betas, self.eps, self.weight_decay, capturable=captured)
+        return kind(
+            parameters, self.lr, self.betas, self.eps, self.weight_decay, capturable=captured, fused=True
+        )
 
 
 class Stepper(Protocol):
@@ -71,6 +78,9 @@ class ChainStepper:
     def __init__(self, chain: Chain, spec: OptimiserSpec, parameters: dict[str, Tensor]) -> None:
         self._chain = chain.bind(parameters)
         self._decay = spec.weight_decay
+
+    def fuse(self) -> str:
+        return self._chain.fuse()
 
     def step(self, x: Tensor, y: Tensor, lr: float) -> Tensor:
         return self._chain.step(x, y, lr, self._decay)

@@ -1,0 +1,83 @@
+"""`fit` over several workers: the same rows, stop rules, folder and resume as on one device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import headrace as hr
+from headrace.errors import OptionError
+
+QUIET: dict[str, Any] = {"progress": False, "tensorboard": False}
+
+
+def data(rows: int = 400) -> tuple[Tensor, Tensor]:
+    x = torch.randn(rows, 6, generator=torch.Generator().manual_seed(1))
+    return x, (x[:, 0] > 0).long()
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(2)
+    return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 2))
+
+
+@pytest.mark.parametrize("momentum", [None, 0.9])
+def test_one_worker_equals_the_sequential_engine_bit_for_bit(momentum: float | None) -> None:
+    settings: dict[str, Any] = {"lr": 0.1, "momentum": momentum, "epochs": 3, "batch_size": 32, **QUIET}
+    alone = hr.fit(network(), data(), capture="chain", **settings)
+    crew = hr.fit(network(), data(), workers={"cpu": 1}, **settings)
+    for mine, theirs in zip(crew.model.parameters(), alone.model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    assert [row["loss"] for row in crew.epochs] == pytest.approx(
+        [row["loss"] for row in alone.epochs], abs=1e-6
+    )
+
+
+def test_two_workers_learn_and_tell_what_each_did(tmp_path: Path) -> None:
+    run = hr.fit(
+        network(),
+        data(),
+        lr=0.2,
+        epochs=8,
+        validation=0.25,
+        workers={"cpu": 2},
+        out=tmp_path / "run",
+        **QUIET,
+    )
+    assert run.epochs[-1]["validation_accuracy"] > 0.85
+    assert run.epochs[-1]["examples"] == 8 * 300
+    assert {"updates/cpu0", "updates/cpu1"} <= set(run.epochs[-1])
+    assert run.plan["workers"]["algorithm"] == "hogwild"
+    assert (run.path / "report.html").exists()
+
+
+def test_a_run_over_workers_is_resumed_where_it_stopped(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"lr": 0.1, "batch_size": 32, "workers": {"cpu": 1}, **QUIET}
+    whole = hr.fit(network(), data(), epochs=4, **settings)
+    hr.fit(network(), data(), epochs=2, out=tmp_path / "run", **settings)
+    resumed = hr.fit(network(), data(), epochs=4, out=tmp_path / "run", resume=True, **settings)
+    for mine, theirs in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    assert [row["epoch"] for row in resumed.epochs] == [1, 2, 3, 4]
+    assert resumed.steps == whole.steps
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"workers": "hogwilt"}, "did you mean 'hogwild'"),
+        ({"workers": {"cpus": 2}}, "did you mean 'cpu'"),
+        ({"workers": {"cpu": 2}, "optimizer": "rmsprop"}, "rmsprop"),
+        ({"workers": {"cpu": 2}, "precision": "bf16"}, "do not go together"),
+        ({"workers": {"cpu": 2}, "deterministic": True}, "do not go together"),
+        ({"workers": 3}, "give 'auto', 'single'"),
+        ({"workers": {"cpu": 2}, "batch_size": 1000}, "1000"),
+    ],
+)
+def test_what_workers_cannot_do_gets_a_sentence(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(OptionError, match=words):
+        hr.fit(network(), data(), epochs=1, lr=0.1, **options, **QUIET)
