@@ -23,6 +23,7 @@ while the machine was busy with other work: read the ratios, not the rates.
       same env on both sides                450        366     1.23x
     Pong, 8 envs, nature, bf16              514        352     1.46x
     Pong, 8 envs, small                     812        345     2.35x
+    Pong, 8 envs, small, bf16               787        338     2.33x
 
 Not reached: 1.8x with the same NatureCNN. A step is 0.3 ms of emulator, 0.4 ms of acting and 0.9 ms of learning; the
 peer's wrapper chain costs little more than AtariVectorEnv here, so that only the network's passes are left to save.
