@@ -92,12 +92,23 @@ class ImageEncoder(nn.Module):
             channels = out
         self.layers = nn.Sequential(*layers, nn.Flatten())
         with torch.no_grad():
-            self.width = self.layers(torch.zeros(1, *shape)).shape[1]
+            try:
+                self.width = self.layers(torch.zeros(1, *shape)).shape[1]
+            except RuntimeError as error:
+                raise ModelError(
+                    f'an image of shape {leaf.shape} is too small for cnn="{kind}"; resize it to 84 x 84'
+                ) from error
 
     def forward(self, x: Tensor) -> Tensor:
         if self.channels_last:
             x = x.permute(0, 3, 1, 2)
-        features: Tensor = self.layers(x.float() * self.scale)
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float32
+        x = x.to(dtype, memory_format=torch.channels_last)
+        # One pass over the pixels: the scale goes into the few filters instead (0 to 255 are exact in bfloat16).
+        first: Any = self.layers[0]
+        x = nn.functional.conv2d(x, first.weight * self.scale, first.bias, first.stride)
+        features: Tensor = self.layers[1:](x)
         return features
 
 

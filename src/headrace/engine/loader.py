@@ -136,6 +136,10 @@ class Loader:
         """Every change of the rounds: pass, buffer, rounds and why."""
         return self._feed.reuse.history
 
+    def reuse_values(self) -> dict[str, int]:
+        """The rounds of the buffer in use, for a row of metrics; nothing where all rows stay."""
+        return {} if isinstance(self._feed, ResidentFeed) else {"rounds": self._feed.reuse.current}
+
     @property
     def statistics(self) -> FeedStatistics:
         """What reading cost, and what was skipped."""

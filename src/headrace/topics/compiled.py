@@ -16,7 +16,7 @@ from typing import Any
 
 from numba import njit
 
-PATIENCE_S = 0.7
+PATIENCE_S = 2.0
 """Loading from the cache stays below this on a slow disk; compiling takes several seconds."""
 
 
