@@ -31,8 +31,8 @@ GROWTH = 2.0
 """An epoch's mean squared residual may be this much above the smallest before. With 1.1 the order of ten
 batches was enough to halve a sound step again and again; what diverges doubles soon enough.
 """
-GROWTH_INSIDE = 4.0
-"""The same inside an epoch, where a tenth of the batches is the evidence."""
+GROWTH_INSIDE = 25.0
+"""The same inside an epoch, where a tenth of the batches is the evidence: at times one batch, which varies a lot."""
 NOISE_UNITS = 64
 """A relative residual below this many units of rounding may grow."""
 MOST_HALVINGS = 20
