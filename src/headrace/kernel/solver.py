@@ -32,7 +32,9 @@ GROWTH = 2.0
 batches was enough to halve a sound step again and again; what diverges doubles soon enough.
 """
 GROWTH_INSIDE = 25.0
-"""The same inside an epoch, where a tenth of the batches is the evidence: at times one batch, which varies a lot."""
+"""The same inside an epoch, where a tenth of the batches is the evidence: at times one batch, which varies a
+lot.
+"""
 NOISE_UNITS = 64
 """A relative residual below this many units of rounding may grow."""
 MOST_HALVINGS = 20
@@ -115,7 +117,7 @@ def solve(problem: Problem, preconditioner: Preconditioner, course: Course) -> O
             momentum = None
             # The weights gone back to may be the end of a growing epoch: no step would get below its start
             # at once.
-            smallest *= GROWTH_INSIDE
+            smallest *= GROWTH
             continue
         smallest = min(smallest, square)
         residual = math.sqrt(square / first)
