@@ -118,7 +118,8 @@ def test_kernel_functions(function: Any, words: str, centers: int | None) -> Non
         KernelRegressor(function, centers=centers, verbose=False).fit(X, Y)
 
 
-def test_a_step_too_large_is_halved_and_training_goes_on() -> None:
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_step_too_large_is_halved_and_training_goes_on(inside: bool) -> None:
     """A subsample far too small for the batch: without the guard this diverges."""
     random = np.random.RandomState(0)
     rows, targets = random.randn(2000, 10), random.randn(2000, 2)
@@ -142,7 +143,11 @@ def test_a_step_too_large_is_halved_and_training_goes_on() -> None:
         cache=KernelCache(product, torch.float64),
     )
     step = 1.0 / preconditioner.top  # what would hold if 40 rows told the whole spectrum
-    outcome = solve(problem, preconditioner, Course(batch=500, step=step, epochs=15, tol=0, say=said.append))
+    outcome = solve(
+        problem,
+        preconditioner,
+        Course(batch=500, step=step, epochs=15, tol=0, say=said.append, check_inside=inside),
+    )
     assert outcome.halvings >= 1 and "the step is halved" in said[0]
     assert outcome.residuals[-1] < outcome.residuals[0] < 1.5
     assert bool(torch.isfinite(expansion.gather()).all())

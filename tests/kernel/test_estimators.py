@@ -102,6 +102,13 @@ def test_conflicting_copies_get_their_mean() -> None:
     assert model.plan_["copies_merged"] == 1
 
 
+def test_conflicting_copies_with_weights_get_their_weighted_mean() -> None:
+    X = np.array([[0.0], [1.0], [1.0], [2.0]])
+    model = KernelRegressor(bandwidth=1.0, verbose=False)
+    model.fit(X, [0.0, 1.0, 3.0, 0.0], sample_weight=[1.0, 3.0, 1.0, 1.0])
+    np.testing.assert_allclose(model.predict([[1.0]]), [1.5], atol=1e-8)
+
+
 def test_warm_start_goes_on() -> None:
     X, y = blobs(500)
     once = KernelClassifier(batch_size=50, epochs=8, tol=0, momentum=False, verbose=False).fit(X, y)

@@ -13,6 +13,7 @@ import sys
 import pytest
 import torch
 
+from headrace.kernel import cache as cache_module
 from headrace.kernel.cache import KernelCache
 from headrace.kernel.functions import KERNELS, find_kernel
 from headrace.kernel.operands import Operands
@@ -100,19 +101,23 @@ def test_in_the_interpreter() -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-def test_half_precision_cache_without_triton() -> None:
-    rows = torch.randn(150, 6, generator=torch.Generator().manual_seed(1))
+@pytest.mark.parametrize("features", [6, 230])
+def test_half_precision_cache_without_triton(features: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = torch.randn(150, features, generator=torch.Generator().manual_seed(1))
     operands = Operands(
         kernel=find_kernel("gaussian"),
-        bandwidth=2.0,
+        bandwidth=features**0.5,
         mean_d=None,
         dtype=torch.float32,
         device=torch.device("cpu"),
     )
     product = KernelProduct(operands, operands.right(rows), block_values=4096)
+    monkeypatch.setattr(cache_module, "BUILD_ROWS", 32)
     half, single = KernelCache(product, torch.float16), KernelCache(product, torch.float32)
     weights = torch.randn(150, 3, generator=torch.Generator().manual_seed(2))
-    torch.testing.assert_close(single.matrix_nn, single.matrix_nn.T, atol=1e-6, rtol=0)
+    direct = torch.empty(150, 150)
+    product.evaluate(operands.left(product.right_pk), 0, 150, direct)
+    torch.testing.assert_close(single.matrix_nn, direct, atol=1e-6, rtol=0)
     for rows_of in (slice(0, 150, 4), slice(149, 150, 9)):
         torch.testing.assert_close(
             half.values(rows_of, weights), single.values(rows_of, weights), atol=2e-2, rtol=0

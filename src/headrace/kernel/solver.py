@@ -31,8 +31,10 @@ GROWTH = 2.0
 """An epoch's mean squared residual may be this much above the smallest before. With 1.1 the order of ten
 batches was enough to halve a sound step again and again; what diverges doubles soon enough.
 """
-GROWTH_INSIDE = 4.0
-"""The same inside an epoch, where a tenth of the batches is the evidence."""
+GROWTH_INSIDE = 25.0
+"""The same inside an epoch, where a tenth of the batches is the evidence: at times one batch, which varies a
+lot.
+"""
 NOISE_UNITS = 64
 """A relative residual below this many units of rounding may grow."""
 MOST_HALVINGS = 20
@@ -115,7 +117,7 @@ def solve(problem: Problem, preconditioner: Preconditioner, course: Course) -> O
             momentum = None
             # The weights gone back to may be the end of a growing epoch: no step would get below its start
             # at once.
-            smallest *= GROWTH_INSIDE
+            smallest *= GROWTH
             continue
         smallest = min(smallest, square)
         residual = math.sqrt(square / first)
