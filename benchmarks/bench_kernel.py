@@ -4,8 +4,8 @@ to the machine's matrix-product rate do its kernel products run?
     HEADRACE_DATA=data python benchmarks/bench_kernel.py [mnist] [covtype] [rate]
 
 Both sides run in one process, one after the other, on the same rows; a ratio above 1 means that Headrace is
-faster. Accuracies are printed beside the times; the kernels are each side's best of a small search made
-beforehand (the same for both where both have it). Ratios are of CPU time, which other load on the machine
+faster. Accuracies are printed beside the times; each side has one setting chosen by hand, without a search, so
+the accuracies differ a little: read them with the ratio. Ratios are of CPU time, which other load on the machine
 changes little; with OMP_NUM_THREADS=1 and OPENBLAS_NUM_THREADS=1 it is the time of one core on both sides.
 ``rate`` compares floating-point operations 2·m·n·(d+c) per second of K(B, X)·A with those of a plain float32
 product of the same shapes.
