@@ -8,6 +8,10 @@ prior). Then collapsed learning makes passes with the same priors until its held
 Document completion on 10 % of the documents; each side's topics are judged under its own document prior by the
 same code; a word that the documents to learn from do not hold has the count 0.01 on both sides. CPU time. A ratio
 above one means that tomotopy needs longer.
+
+Two shared cores with AVX-512, tomotopy 0.14.0, K=50: AP 7.09 CPU-s for perplexity 2487.3, headrace 0.15 CPU-s (2
+passes) for 2451.1; KOS 7.21 CPU-s for 1589.2, headrace 0.44 CPU-s (6 passes) for 1587.1. tomotopy's topics are
+those of its last sweep; averaging several would improve them.
 """
 
 from __future__ import annotations

@@ -7,6 +7,9 @@ Five online passes (batch 64, so that every thread has many steps) with each num
 best of the rounds. Speed-up is wall time of one thread over wall time of n: n would be perfect. CPU is the CPU
 time against one thread's: above 1 means that threads cost each other something. Perplexities (document
 completion, mean over rounds) should differ by no more than seeds do, about 2 %.
+
+Two shared cores, never idle while this was measured, so wall times favour more threads and the CPU column is the
+one to trust (KOS, K=50, four rounds): 2 threads: speed-up 1.86, CPU x 0.97, perplexity 1886.7 against 1889.4.
 """
 
 from __future__ import annotations

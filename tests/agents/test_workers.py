@@ -72,7 +72,7 @@ def test_a_failing_environment_is_restarted_and_counted(tmp_path: Path, how: str
         n_envs=2,
         workers=1,
         mode="hybrid",
-        hang_s=1.0,
+        hang_s=5.0,
     )
     agent.learn(steps=3_000)
     assert agent.metrics_[-1]["restarts"] == 1

@@ -38,7 +38,7 @@ def expected(ranges: Ranges) -> bytes:
     return b"".join(BYTES[128 + 100 * a : 128 + 100 * b].tobytes() for a, b in ranges)
 
 
-@settings(deadline=None, suppress_health_check=FIXTURE)
+@settings(deadline=None, suppress_health_check=FIXTURE, max_examples=30)
 @given(ranges=some_ranges(), direct=st.booleans(), max_bytes=st.integers(1, 50_000), shift=st.booleans())
 def test_any_ranges_arrive_whole(
     span: Span, ranges: Ranges, direct: bool, max_bytes: int, shift: bool

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import signal
 import subprocess
@@ -112,7 +113,7 @@ def test_fifty_interrupts_leave_nothing_behind(folder: Path) -> None:
             ctrl_c.start()
             # An interrupt that falls into a callback of the garbage collector is lost in Python: hence a
             # bound.
-            for _ in range(2000):
+            for _ in range(50):
                 for _ in batches:
                     pass
         except KeyboardInterrupt:
@@ -293,3 +294,65 @@ def test_buffers_reach_the_device_whole(folder: Path) -> None:
             assert sorted(seen) == list(range(ROWS))
         declared = sum(slot.memory["x"].size() for slot in batches._feed._stage.pipeline.slots)  # type: ignore[attr-defined]
         assert declared <= 2 * 800 * 201 + 2 * 8192
+
+
+def test_fit_trains_through_buffers_and_tells_the_step_size(folder: Path, tmp_path: Path) -> None:
+    import headrace as hr
+
+    told: list[float] = []
+    keep = Loader.set_step_size
+
+    def listen(self: Loader, step_size: float) -> None:
+        told.append(step_size)
+        keep(self, step_size)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Loader, "set_step_size", listen)
+        run = hr.fit(
+            torch.nn.Linear(50, 10), folder, loss=torch.nn.functional.cross_entropy, optimizer="sgd", lr=1e-7,
+            schedule="cosine", epochs=2, batch_size=100, buffer=800 * 201, device="cpu", workers="single",
+            out=tmp_path / "run", seed=0,
+        )  # fmt: skip
+    assert run.plan["residence"] == "buffered"
+    assert run.metrics[-1]["step"] == 100
+    assert {row["rounds"] for row in run.metrics if row["kind"] == "train"} == {1}
+    assert len(told) == 14
+    assert told == sorted(told, reverse=True)
+    assert told[-1] < 0.2 * told[0]
+    assert readers() == []
+
+
+@pytest.mark.slow
+def test_ranks_take_the_first_ranks_rounds(folder: Path, tmp_path: Path) -> None:
+    """Two processes whose clocks disagree make equally many steps and share every row."""
+    program = textwrap.dedent("""
+        import json, sys
+        import torch
+        from headrace.engine.loader import Loader
+        from headrace.engine.reuse import Reuse, RoundClock
+        folder, meeting, rank = sys.argv[1], sys.argv[2], int(sys.argv[3])
+        torch.distributed.init_process_group("gloo", init_method="file://" + meeting, rank=rank, world_size=2)
+        def loaded(self, seconds):
+            self.timing = self.timing.with_load(2.5 if rank == 0 else 7.5)
+        Reuse.loaded = loaded
+        RoundClock.finished = lambda self: [1.0]
+        with Loader(folder, 100, buffer=800 * 201, block=40, rounds="auto", device="cpu",
+                    rank=rank, world_size=2) as batches:
+            rows = [x[:, 0].tolist() for x, y in batches]
+            print(json.dumps({"rows": rows, "rounds": batches.rounds_history[0]["rounds"]}))
+        torch.distributed.destroy_process_group()
+    """)
+    command = [sys.executable, "-c", program, str(folder), str(tmp_path / "meeting")]
+    running = [
+        subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    found = []
+    for process in running:
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == 0, err
+        found.append(json.loads(out.splitlines()[-1]))
+    assert [f["rounds"] for f in found] == [2, 2]
+    assert len(found[0]["rows"]) == len(found[1]["rows"])
+    seen = sorted(v for f in found for batch in f["rows"] for v in batch)
+    assert seen == sorted(list(range(ROWS)) * 2)

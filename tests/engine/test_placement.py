@@ -20,7 +20,6 @@ BASE = {"rows": 1000, "bytes_per_row": 1e6, "in_memory": False, "memory_free": 1
         ({"rows": 100_000}, "buffered"),
         ({"rows": 100_000, "in_memory": True}, "memory"),
         ({"rows": 100_000, "in_memory": True, "mapped": True}, "buffered"),
-        ({"rows": 100_000, "in_memory": True, "rangeable": False, "mapped": True}, "memory"),
         ({"device": "cuda", "device_free": 80 * GB}, "device"),
         ({"device": "cuda", "device_free": GB}, "buffered"),
         ({"device": "cuda", "device_free": GB, "in_memory": True}, "buffered"),
@@ -56,8 +55,6 @@ def test_what_is_asked_for_is_done_or_refused() -> None:
     assert place(Workload(**BASE), "device")["residence"] == "memory"
     with pytest.raises(OptionError, match="do not fit"):
         place(Workload(**{**BASE, "device": "cuda", "device_free": 10}), "device")
-    with pytest.raises(OptionError, match="sparse"):
-        place(Workload(**{**BASE, "rangeable": False}), "1GB")
 
 
 def test_sizes_are_read() -> None:

@@ -138,3 +138,26 @@ def test_what_is_not_there_is_told() -> None:
     files.pipe("/short/x.npy", files.cat("/short/x.npy")[:-10])
     with pytest.raises(DataError, match="is cut short"):
         open_source(url)
+
+
+def test_sparse_rows_pass_through_buffers_from_mapped_parts(tmp_path: Path) -> None:
+    import scipy.sparse
+
+    matrix = scipy.sparse.random(90, 11, 0.3, "csr", random_state=0, dtype=np.float32)
+    parts = {"data": matrix.data, "indices": matrix.indices.astype(np.int64)}
+    parts |= {"indptr": matrix.indptr.astype(np.int64), "shape": np.array(matrix.shape)}
+    for part, values in parts.items():
+        np.save(tmp_path / f"x_{part}.npy", values)
+    np.save(tmp_path / "y.npy", np.arange(90))
+    dense = matrix.toarray()
+    with Loader(tmp_path, 8, device="cpu", buffer=1500, block=5) as batches:
+        assert batches.plan["residence"] == "buffered"
+        assert batches.plan["buffers"] > 2
+        seen = []
+        for x, y in batches:
+            np.testing.assert_array_equal(x.to_dense().numpy(), dense[y.numpy()])
+            seen += y.tolist()
+    assert sorted(seen) == list(range(90))
+    (tmp_path / "x_indices.npy").unlink()
+    with pytest.raises(DataError, match=r"lacks x_indices\.npy"):
+        open_source(tmp_path)

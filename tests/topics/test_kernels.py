@@ -160,3 +160,14 @@ def test_bound_is_the_oracles(oracle: Any, corpus: csr_matrix) -> None:
     ours = document_bound(topics, corpus_of(matrix), gammas, alpha, scratches) + topic_bound(topics)
     expected = oracle.bound(documents_of(matrix), components, gammas.astype(np.float64), alpha, 0.3)
     assert ours == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_document_that_needs_a_topic_back(oracle: Any) -> None:
+    """At first topic 0 holds the frequent word and topic 1 leaves; then topic 2 takes that word over."""
+    components = np.array([[500.0, 1000, 98500], [0.001, 90, 99910], [1000.0, 0.001, 99000]])
+    matrix, alpha = csr_matrix(np.array([[1000.0, 1, 0]])), np.full(3, 0.5)
+    options = {"tol": 1e-6, "max_iter": 2000}
+    gammas, _, _ = run(matrix, components, alpha, 0.001, **options)
+    expected, _ = oracle.e_step(documents_of(matrix), components, alpha, **options)
+    assert expected[0, 1] > 0.504
+    assert np.abs(gammas - expected).max() < 1e-3

@@ -219,6 +219,7 @@ def test_partial_fit_goes_on_where_it_was(corpus: csr_matrix) -> None:
         ({"evaluate_every": 0.5}, "evaluate_every is 0.5"),
         ({"held_out": 1.5}, "held_out is 1.5"),
         ({"device": "gpu"}, "unknown device 'gpu'"),
+        ({"device": "torch", "learn_priors": True}, "learn_priors works with device='cpu' only"),
     ],
 )
 def test_bad_options_are_sentences(corpus: csr_matrix, options: dict[str, Any], sentence: str) -> None:

@@ -19,7 +19,6 @@ The environment owns the arrays it returns; they are valid until its next step.
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import numpy as np
@@ -107,8 +106,6 @@ class Driver:
         self.episodes = Episodes(self.n, keep)
         self.steps = 0
         """Vector steps taken."""
-        self.env_s = 0.0
-        self._timed = False
         self.obs: Any = None
         self.rewards = np.zeros(self.n, np.float32)
         self.terminated = np.zeros(self.n, bool)
@@ -132,19 +129,12 @@ class Driver:
         self.episodes.running_n[:] = 0.0
         self.episodes.length_n[:] = 0
 
-    def time_env(self) -> None:
-        """From now on add up the seconds inside the environment in ``env_s``."""
-        self._timed = True
-
     def step(self, actions: Array) -> None:
         """Take one vector step."""
-        start = time.perf_counter() if self._timed else 0.0
         try:
             self.obs, rewards, self.terminated, self.truncated, info = self.env.step(actions)
         except Exception as error:
             raise self._failure(f"vector step {self.steps}", error) from error
-        if self._timed:
-            self.env_s += time.perf_counter() - start
         self.steps += 1
         self.rewards = np.asarray(rewards, np.float32)
         ended = np.logical_or(self.terminated, self.truncated)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from headrace.errors import DataError, MissingExtraError, OptionError, missing_extra, nearest
+from headrace.errors import MissingExtraError, OptionError, missing_extra, nearest
 
 _EXTRAS = {
     "Box2D": "gymnasium[box2d]",
@@ -187,10 +187,3 @@ def double_frame_skip(env: Any) -> str | None:
             f"so that one step is {inner * outer} frames; make the environment with frameskip=1"
         )
     return None
-
-
-def check_rows(env: Any) -> None:
-    """Refuse a vector environment that lacks what we need, naming it."""
-    lacking = [part for part in _VECTOR_PARTS if not hasattr(env, part)]
-    if lacking:
-        raise DataError(f"{env} is not a vector environment: it has no {', '.join(lacking)}")

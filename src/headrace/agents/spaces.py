@@ -57,10 +57,10 @@ class Leaf:
 
 
 class Observations:
-    """The leaves of an observation space, in a fixed order."""
+    """The leaves of an observation space, in a fixed order; ``space`` may also be the leaves themselves."""
 
     def __init__(self, space: Any) -> None:
-        self.leaves = tuple(_leaves(space, ""))
+        self.leaves = space if isinstance(space, tuple) else tuple(_leaves(space, ""))
         if not self.leaves:
             raise OptionError(f"the observation space {space} is empty")
         self.width = sum(leaf.width for leaf in self.leaves)
@@ -155,17 +155,29 @@ def _unsupported(what: str, space: Any, name: str) -> OptionError:
 
 
 class Actions:
-    """An action space as the policy sees it."""
+    """An action space as the policy sees it; ``space`` may also be a number of choices."""
 
     def __init__(self, space: Any, squash: bool = False) -> None:
-        from gymnasium import spaces
-
         self.squash = squash
         self.sizes: tuple[int, ...] = ()
-        self.shape: tuple[int, ...] = tuple(space.shape or ())
-        self.dtype = np.dtype(space.dtype)
         self.starts = np.zeros(1, np.int64)
         self.low = self.high = np.zeros(0, np.float32)
+        if isinstance(space, int):
+            self.sizes = (space,)
+        self.shape: tuple[int, ...] = tuple(getattr(space, "shape", None) or ())
+        self.dtype = np.dtype(getattr(space, "dtype", np.int64))
+        if not isinstance(space, int):
+            self._read(space)
+        self.continuous = not self.sizes
+        self._offset = bool(np.any(self.starts))
+        self.width = sum(self.sizes) if self.sizes else int(np.prod(self.shape, dtype=np.int64))
+        """Numbers that the policy network puts out: logits, or means."""
+        self.parts = len(self.sizes) if self.sizes else self.width
+        """Numbers in one raw action."""
+
+    def _read(self, space: Any) -> None:
+        from gymnasium import spaces
+
         if isinstance(space, spaces.Discrete):
             self.sizes, self.starts = (int(space.n),), np.array([int(space.start)])
         elif isinstance(space, spaces.MultiDiscrete):
@@ -178,12 +190,6 @@ class Actions:
             self._bounds(space)
         else:
             raise _unsupported("action", space, "")
-        self.continuous = not self.sizes
-        self._offset = bool(np.any(self.starts))
-        self.width = sum(self.sizes) if self.sizes else int(np.prod(self.shape, dtype=np.int64))
-        """Numbers that the policy network puts out: logits, or means."""
-        self.parts = len(self.sizes) if self.sizes else self.width
-        """Numbers in one raw action."""
 
     def _bounds(self, space: Any) -> None:
         if not np.issubdtype(space.dtype, np.floating):

@@ -119,7 +119,6 @@ def main(spec: Spec, store: ParameterStore, board: Board, worker: int, incarnati
     import torch
 
     torch.set_num_threads(1)
-    Slot(board, worker).measure(beat_s=time.monotonic())
     try:
         work(spec, store, board, worker, incarnation)
     except KeyboardInterrupt:

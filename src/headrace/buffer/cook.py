@@ -23,6 +23,8 @@ from headrace.types import Columns, Span
 
 NARROW_BYTES = 16 << 10
 """Below this a read costs more than it brings; a guess between a page and a disk's best size."""
+KEPT_BYTES = 64 << 20
+"""Narrow columns up to this size are read whole: labels of eight million rows and more."""
 FEW_ROWS = 16
 """In blocks of fewer rows, a read for each block costs more than touching the map; a guess."""
 
@@ -38,7 +40,7 @@ class SpanCook:
         block: int,
         direct: bool,
     ) -> None:
-        self.stored = stored
+        self.stored = dict(stored)
         self.lanes = tuple(Lane(name, t.dtype, tuple(t.shape[1:])) for name, t in stored.items())
         self.wide = {lane.name for lane in self.lanes if block == 0 or lane.row_bytes * block >= NARROW_BYTES}
         self.spans = {
@@ -49,6 +51,9 @@ class SpanCook:
         }
         self._all_spans = spans
         self.files = FileReader(direct=direct)
+        for lane in self.lanes:
+            if lane.name in self.spans and lane.name not in self.wide:
+                self._keep_if_small(lane)
 
     def recipe(self, key: Any, ranges: Ranges, slot: Slot) -> Recipe:
         """The jobs that bring the rows of ``ranges`` into ``slot``."""
@@ -64,6 +69,21 @@ class SpanCook:
             else:
                 jobs += self._memory_jobs(lane, ranges, rows)
         return Recipe(key, rows, tuple(jobs), leads)
+
+    def _keep_if_small(self, lane: Lane) -> None:
+        """Read a narrow column once and for all where that takes little memory."""
+        spans = self.spans[lane.name]
+        if sum(span.rows * span.row_bytes for span in spans) > KEPT_BYTES:
+            return
+        memory = bytearray(sum(span.rows * span.row_bytes for span in spans))
+        view = memoryview(memory)
+        try:
+            for piece in pieces(spans, np.array([[0, sum(span.rows for span in spans)]])):
+                self.files.read(piece, view[piece.dest : piece.dest + piece.length], 0, direct=False)
+        except (DataError, OSError):
+            return  # reading buffer by buffer says which rows are broken, or leaves them out
+        self.stored[lane.name] = torch.frombuffer(memory, dtype=lane.dtype).view(-1, *lane.shape)
+        del self.spans[lane.name]
 
     def _file_jobs(self, lane: Lane, spans: tuple[Span, ...], ranges: Ranges, lead: int) -> list[Work]:
         jobs, batch, size = [], [], 0

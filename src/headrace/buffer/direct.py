@@ -64,8 +64,8 @@ class FileReader:
         wanted = plan.skip + piece.length
         if got < wanted:
             return 0
-        target = np.frombuffer(into, dtype=np.uint8)
         head = min(plan.head - plan.skip, piece.length) if plan.head else 0
+        target = np.frombuffer(into, dtype=np.uint8) if head or plan.tail_used else raw
         if head:
             target[:head] = raw[plan.skip : plan.skip + head]
         if plan.tail_used:
@@ -86,27 +86,33 @@ class FileReader:
 
     def _open(self, span: Span, *, direct: bool) -> int | None:
         """The descriptor of a file, opened once, after a look at its size."""
+        key = (span.path, direct)
+        if (known := self._files.get(key)) is not None:
+            return known
         with self._lock:
-            key = (span.path, direct)
             if key not in self._files:
                 try:
-                    self._files[key] = os.open(
-                        span.path, os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if direct else 0)
-                    )
+                    file = os.open(span.path, os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if direct else 0))
                 except OSError as error:
                     if direct and error.errno == errno.EINVAL:
                         self.fell_back = True
                         return None
                     raise DataError(f"{span.path} could not be opened: {error.strerror}") from error
-                check_size(span, os.fstat(self._files[key]).st_size)
+                try:
+                    check_size(span, os.fstat(file).st_size)
+                except DataError:
+                    os.close(file)
+                    raise
+                self._files[key] = file
             return self._files[key]
 
     def _bounce(self, size: int) -> tuple[memoryview, np.ndarray[Any, Any]]:
         """This thread's aligned scratch memory."""
-        if not hasattr(self._local, "memory") or len(self._local.memory) < size:
-            self._local.memory = mmap.mmap(-1, max(size, JOB_BYTES + 2 * SECTOR))
-        memory = self._local.memory
-        return memoryview(memory), np.frombuffer(memory, dtype=np.uint8)
+        known: tuple[memoryview, np.ndarray[Any, Any]] | None = getattr(self._local, "bounce", None)
+        if known is None or len(known[0]) < size:
+            memory = mmap.mmap(-1, max(size, JOB_BYTES + 2 * SECTOR))
+            known = self._local.bounce = (memoryview(memory), np.frombuffer(memory, dtype=np.uint8))
+        return known
 
     def close(self) -> None:
         """Close every file. No thread may read any more."""

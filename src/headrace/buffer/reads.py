@@ -11,7 +11,7 @@ that do not agree.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,8 +25,7 @@ JOB_BYTES = 4 << 20
 enough that threads finish a buffer together. A guess that measured well."""
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """A run of rows of one column: where its bytes lie and where they go."""
 
     span: Span
@@ -39,6 +38,9 @@ class Piece:
 
 def pieces(spans: Sequence[Span], ranges: Ranges, max_bytes: int = JOB_BYTES) -> Iterator[Piece]:
     """The reads that bring the rows of ``ranges``, packed one after the other, into a slot."""
+    if len(spans) == 1:
+        yield from pieces_of_one(spans[0], ranges, max_bytes)
+        return
     ends = np.cumsum([span.rows for span in spans])
     dest = 0
     for start, stop in ranges.tolist():
@@ -56,6 +58,16 @@ def pieces(spans: Sequence[Span], ranges: Ranges, max_bytes: int = JOB_BYTES) ->
             row = last
 
 
+def pieces_of_one(span: Span, ranges: Ranges, max_bytes: int) -> Iterator[Piece]:
+    """The same for a column in one file, where the arithmetic can be done for all ranges at once."""
+    lengths = (ranges[:, 1] - ranges[:, 0]) * span.row_bytes
+    dests = np.cumsum(lengths) - lengths
+    offsets = span.offset + ranges[:, 0] * span.row_bytes
+    for offset, length, dest in zip(offsets.tolist(), lengths.tolist(), dests.tolist(), strict=True):
+        for part in range(0, length, max_bytes):
+            yield Piece(span, offset + part, min(max_bytes, length - part), dest + part)
+
+
 def phase(spans: Sequence[Span], ranges: Ranges, item_bytes: int) -> int:
     """How far into its memory a slot should begin so that the first range, and all congruent to it, need no
     copy."""
@@ -66,8 +78,7 @@ def phase(spans: Sequence[Span], ranges: Ranges, item_bytes: int) -> int:
     return lead if lead % item_bytes == 0 else 0
 
 
-@dataclass(frozen=True)
-class Split:
+class Split(NamedTuple):
     """One direct read: ``head`` and ``tail`` sectors through the bounce buffer, ``middle`` straight into the
     slot."""
 

@@ -135,7 +135,7 @@ def load_newest(folder: Path) -> tuple[State, list[str]]:
         try:
             return _load(path), damaged
         except (OSError, ValueError, KeyError, SafetensorError, CheckpointError) as error:
-            damaged.append(f"{path.name} is damaged ({error}); the checkpoint before it is used")
+            damaged.append(f"{path.name} is damaged ({error})")
     if damaged:
         raise RunFolderError(f"no checkpoint in {folder} can be read: {'; '.join(damaged)}")
     raise RunFolderError(f"{folder} holds no checkpoint; start the run again without resume")

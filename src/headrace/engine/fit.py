@@ -239,7 +239,7 @@ class _Fitting:
         order = self.options.order
         if isinstance(order, str) and order != "balanced":
             return None
-        from headrace.order import BalancedOrder  # type: ignore[attr-defined]
+        from headrace.order import BalancedOrder
 
         if order == "balanced":
             order = BalancedOrder(len(source), seed=self.options.seed, device=task.device)

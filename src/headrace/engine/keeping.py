@@ -43,7 +43,7 @@ def load_resumed(out: str | Path, config: dict[str, Any]) -> tuple[State, RunFol
     _check_unchanged(folder, folder.read_config(), config)
     state, damaged = checkpoint.load_newest(folder.path / "state")
     for sentence in damaged:
-        warnings.warn(sentence, stacklevel=2)
+        warnings.warn(f"{sentence}; the checkpoint before it is used", stacklevel=2)
     return state, folder
 
 

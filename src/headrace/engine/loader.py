@@ -28,11 +28,12 @@ from headrace.engine.placement import place
 from headrace.engine.residence import gather, resolve_device, workload
 from headrace.engine.wiring import LoaderOptions, make_feed, resume_feed
 from headrace.errors import DataError, OptionError, WorkerError, unknown
+from headrace.order.balanced import BalancedOrder
 from headrace.order.basic import SequentialOrder, ShuffledOrder, mixed_seed, permutation
 from headrace.source import open_source
 from headrace.types import Buffer, Column, Columns, Order, Plan, Source, State
 
-ORDERS = ("shuffled", "sequential")
+ORDERS = ("shuffled", "sequential", "balanced")
 STATE_VERSION = 1
 
 Transform = Callable[[Tensor], Tensor]
@@ -136,6 +137,10 @@ class Loader:
         """Every change of the rounds: pass, buffer, rounds and why."""
         return self._feed.reuse.history
 
+    def reuse_values(self) -> dict[str, int]:
+        """The rounds of the buffer in use, for a row of metrics; nothing where all rows stay."""
+        return {} if isinstance(self._feed, ResidentFeed) else {"rounds": self._feed.reuse.current}
+
     @property
     def statistics(self) -> FeedStatistics:
         """What reading cost, and what was skipped."""
@@ -163,6 +168,9 @@ class Loader:
             for start, stop in self.bounds(buffer):
                 batch = self.batch(buffer, start, stop)
                 self.consumed(stop - start)
+                if isinstance(self.order, BalancedOrder):
+                    positions = buffer.order[start:stop]
+                    self.order.begin_batch(positions if buffer.row_ids is None else buffer.row_ids[positions])
                 yield tuple(batch.values())
 
     def batch(self, buffer: Buffer, start: int, stop: int) -> Columns:
@@ -362,6 +370,8 @@ def make_order(order: str | Order, rows: int, seed: int, device: torch.device) -
         return ShuffledOrder(rows, seed, device)
     if order == "sequential":
         return SequentialOrder(rows, seed, device)
+    if order == "balanced":
+        return BalancedOrder(rows, seed=seed, device=device)
     if isinstance(order, str):
         raise unknown("order", order, ORDERS)
     if not isinstance(order, Order):

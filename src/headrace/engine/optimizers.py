@@ -46,7 +46,9 @@ def make_optimizer(options: FitOptions, module: nn.Module, *, device: torch.devi
     if not parameters:
         return torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=lr or 0.0)
     dense_floats = all(p.dtype in (torch.float32, torch.float64) for p in parameters)
-    if dense_floats and "foreach" not in arguments and _accepts(factory, "fused"):
+    # Fused kernels pass once over parameter, gradient and state. Plain SGD on a CPU has no state: nothing is saved.
+    pays = device.type == "cuda" or name != "sgd" or bool(arguments.get("momentum"))
+    if dense_floats and pays and "foreach" not in arguments and _accepts(factory, "fused"):
         arguments.setdefault("fused", True)
     if device.type == "cuda" and _accepts(factory, "capturable"):
         arguments.setdefault("capturable", True)

@@ -40,8 +40,6 @@ class Workload:
     """The columns are memory maps of files, read through the page cache."""
     fresh: bool = False
     """Every read makes the examples anew, and may augment them, so nothing may be kept."""
-    rangeable: bool = True
-    """Ranges of rows can be read into a buffer; sparse columns cannot."""
     device: str = "cpu"
     """Kind of device that trains."""
     memory_free: int
@@ -76,14 +74,12 @@ def choose_residence(work: Workload) -> tuple[Residence, str]:
         )
     if work.device != "cpu" and work.bytes <= DEVICE_SHARE * work.device_free:
         return "device", f"{size} of data fit in {show(work.device_free)} of free device memory: loaded once"
-    if work.device != "cpu" and work.rangeable:
+    if work.device != "cpu":
         return "buffered", f"{size} of data exceed half of the {show(work.device_free)} free on the device"
     if work.in_memory and not work.mapped:
         return "memory", f"{size} of data lie in memory already and are used where they lie"
     if work.bytes <= MEMORY_SHARE * work.memory_free:
         return "memory", f"{size} of data fit in {show(work.memory_free)} of free memory"
-    if not work.rangeable:
-        return "memory", f"{size} of sparse data are read where they lie, since they have no fixed-size rows"
     return "buffered", f"{size} of data exceed 60 % of the {show(work.memory_free)} of free memory"
 
 
@@ -99,8 +95,6 @@ def possible(work: Workload, kind: Residence, asked: str) -> Residence:
             f"memory; "
             'leave buffer="auto"'
         )
-    if kind == "buffered" and not work.rangeable:
-        raise OptionError(f'{asked}: sparse columns cannot be buffered; leave buffer="auto"')
     return kind
 
 

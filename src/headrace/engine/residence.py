@@ -71,7 +71,6 @@ def workload(source: Source, device: torch.device) -> Workload:
         in_memory=isinstance(source, InMemory),
         mapped=bool(getattr(source, "mapped", False)),
         fresh=bool(getattr(source, "fresh", False)),
-        rangeable=not any(column.sparse for column in source.columns),
         device=device.type,
         memory_free=free_memory(),
         device_free=torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0,

@@ -150,6 +150,8 @@ class Session:
     def _one_buffer(self, buffer: Buffer, graceful: GracefulStop) -> bool:
         """Train on the rest of the buffer; False when a rule or a signal said stop before its end."""
         position = buffer.cursor
+        # Rounds that adapt follow the step size down; the loader asks when it chooses for the next buffer.
+        self.parts.loader.set_step_size(self.base_rates[0] * self.parts.schedule(self.at.step))
         while position < len(buffer.order) and self.stop_reason is None:
             stretch = self.next_stretch(buffer, position)
             self._run(stretch)
@@ -239,6 +241,7 @@ class Session:
                 "lr": self.base_rates[0] * self.parts.schedule(self.at.step - 1),
                 "examples_per_s": sum(self.log.counts) / max(now - self.row_started_s, 1e-9),
                 "wait_s": self.at.wait_s,
+                **self.parts.loader.reuse_values(),
             }
         )
         self.records.span("device", "train", self.row_started_s, now)
@@ -283,6 +286,9 @@ class Session:
             "examples": self.at.examples,
             "loss": loss,
         }
+        drifts = getattr(self.parts.loader.order, "drift_ratio", None)
+        if drifts:  # of the last epoch that the order has closed: lower is better balanced
+            row["order_drift_ratio"] = drifts[-1]
         if self.parts.validation is not None:
             started = self.records.seconds
             found = evaluate(self.parts.task, self.parts.validation, self.parts.metrics)

@@ -14,6 +14,10 @@ from pathlib import Path
 from headrace.errors import DataError, unknown
 
 CATALOGUE: dict[str, tuple[str, str]] = {
+    "grab": ("headrace.papers.grab", "learned orders against random reshuffling (GraB)"),
+    "cd-grab": ("headrace.papers.grab_workers", "one learned order for several workers (CD-GraB)"),
+    "bmgd": ("headrace.papers.bmgd", "buffers larger than a batch, used several rounds while the next loads"),
+    "eigenpro": ("headrace.papers.eigenpro", "critical batch size of kernel machines, accuracy beside peers"),
     "hsa2c": ("headrace.papers.hsa2c", "actor-critic agents: synchronous, asynchronous and hybrid workers"),
     "hogbatch": ("headrace.papers.hogbatch", "one run over CPU cores and GPU together, without locks"),
     "dpsvi": ("headrace.papers.dpsvi", "topic models: likelihood against time, threads and machines"),

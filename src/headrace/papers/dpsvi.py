@@ -96,8 +96,9 @@ def write_page(numbers: dict[str, Any], path: Path) -> Path:
 def _curves(page: Page, numbers: dict[str, Any]) -> None:
     page.heading("Held-out likelihood against time")
     page.text(
-        f"{numbers['topics']} topics, one thread, one seed; mini-batches of 256, offset 10, decay 0.7. Each point is "
-        "the log likelihood per word of the second half of held-out documents, given the first half: higher "
+        f"{numbers['topics']} topics, one thread, one seed; mini-batches of 256 (collapsed: 32), offset "
+        "10, decay 0.7. Each point is the log likelihood "
+        "per word of the second half of held-out documents, given the first half: higher "
         "is better. All libraries are judged by the same code under their own priors. Time is CPU time of learning."
     )
     if numbers["missing"]:
@@ -118,8 +119,9 @@ def _curves(page: Page, numbers: dict[str, Any]) -> None:
     page.table(
         ["corpus", "library", "passes per CPU-s", "time per pass, headrace = 1", "best likelihood"],
         rows,
-        caption="A pass is one look at every document; for tomotopy it is 20 sweeps. High passes per second and "
-        "high likelihoods are good.",
+        caption="A pass is one look at every document; for tomotopy it is 20 sweeps. First passes are "
+        "slower than later ones, so compare rows with similar numbers of passes, from a larger time budget. "
+        "High passes per second and high likelihoods are good.",
     )
     page.text(
         "A published reference on one core of another machine (3,384 documents, 10,000 words, 50 topics, five passes, "

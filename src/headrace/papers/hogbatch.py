@@ -149,8 +149,17 @@ def run_workers(problem: Problem, module: nn.Module, options: HogbatchOptions, s
     return curve
 
 
-def run_usual(problem: Problem, module: nn.Module, seconds: float, device: str) -> Curve:
+def run_usual(problem: Problem, module: nn.Module, seconds: float, device: str, threads: int) -> Curve:
     """The loop that most people write: a DataLoader, autograd and `torch.optim.SGD`, batch 64."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        return _usual(problem, module, seconds, device)
+    finally:
+        torch.set_num_threads(before)
+
+
+def _usual(problem: Problem, module: nn.Module, seconds: float, device: str) -> Curve:
     module = module.to(device)
     optimiser = torch.optim.SGD(module.parameters(), lr=problem.lr)
     loader = DataLoader(TensorDataset(problem.x, problem.y), batch_size=64, shuffle=True)
@@ -188,7 +197,7 @@ def run(options: PaperOptions) -> Path:
             raise unknown("experiment", name, PROBLEMS)
     names = options.only or tuple(PROBLEMS)
     device = _device(options.device)
-    count = len(names) * 5
+    count = len(names) * (6 if device == "cpu" else 5)
     seeds = max(1, min(options.seeds, int(options.seconds / (count * SHORTEST_S))))
     seconds = options.seconds / (count * seeds * 1.3)  # looks at the loss take time too
     numbers: dict[str, Any] = {"device": device, "seeds": seeds, "seconds": seconds, "curves": {}}
@@ -203,7 +212,10 @@ def _experiment(problem: Problem, device: str, seeds: int, seconds: float) -> di
     found: dict[str, list[dict[str, Any]]] = {}
     for seed in range(seeds):
         start = network(problem, seed)
-        curves = {"usual loop": run_usual(problem, copy.deepcopy(start), seconds, device)}
+        cores = torch.get_num_threads()
+        curves = {"usual loop": run_usual(problem, copy.deepcopy(start), seconds, device, cores)}
+        if device == "cpu":  # on a busy machine several threads wait for one another at every product
+            curves["usual loop, one thread"] = run_usual(problem, copy.deepcopy(start), seconds, device, 1)
         for name, chosen in methods(device, problem.lr).items():
             chosen = dataclasses.replace(chosen, seed=seed)
             curves[name] = run_workers(problem, copy.deepcopy(start), chosen, seconds)

@@ -27,6 +27,7 @@ SPEED_KEYS = ("examples_per_s", "steps_per_s")
 MEANINGS = {
     "loss": "Low is good. Training falls and validation rises: the model begins to learn by heart.",
     "accuracy": "The share that is right; high is good.",
+    "rounds": "How often each buffer was used before the next. 1 is fresh data only; more saves reading.",
     "lr": "The learning rate. Too high and the loss jumps or diverges; too low and it hardly falls.",
     "grad_norm": "The length of the gradient. A sudden high value comes before divergence.",
     "wait_s": "Seconds that the device waited for data. High means that reading is the limit.",

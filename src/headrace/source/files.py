@@ -15,6 +15,7 @@ import numpy as np
 
 from headrace.errors import DataError
 from headrace.source.arrays import ArraySource, from_mapping
+from headrace.source.columns import wrap
 from headrace.source.options import OpenOptions, choose
 from headrace.source.sparse import csr
 
@@ -24,10 +25,27 @@ CSR_PARTS = ("data", "indices", "indptr", "shape")
 def open_npy_folder(folder: Path, options: OpenOptions) -> ArraySource:
     """A folder in which every ``.npy`` file is one column, named by its file."""
     paths = {path.stem: path for path in sorted(folder.glob("*.npy"))}
-    roles = choose(list(paths), options, f"the folder {folder}")
+    whole, bases = fold_csr(list(paths))
+    roles = choose([*whole, *bases], options, f"the folder {folder}")
     names = [*roles.inputs, *([roles.target] if roles.target else [])]
-    return from_mapping(
-        {name: map_npy(paths[name]) for name in names}, options, f"the folder {folder}", mapped=True
+    values = {name: map_csr(paths, name) if name in bases else map_npy(paths[name]) for name in names}
+    return from_mapping(values, options, f"the folder {folder}", mapped=True)
+
+
+def map_csr(paths: Mapping[str, Path], base: str) -> Any:
+    """A CSR matrix over the memory maps of its four parts; int64 indices and float32 values are not copied."""
+    missing = [part for part in CSR_PARTS if f"{base}_{part}" not in paths]
+    if missing:
+        raise DataError(
+            f"the sparse column {base!r} lacks {', '.join(f'{base}_{part}.npy' for part in missing)}"
+        )
+    data, indices, indptr, shape = (map_npy(paths[f"{base}_{part}"]) for part in CSR_PARTS)
+    values = data if data.dtype.kind == "f" and data.itemsize < 8 else data.astype(np.float32)
+    return csr(
+        wrap(np.asarray(indptr, dtype=np.int64)),
+        wrap(np.asarray(indices, dtype=np.int64)),
+        wrap(values),
+        (int(shape[0]), int(shape[1])),
     )
 
 
@@ -84,12 +102,17 @@ def open_npz(path: Path, options: OpenOptions) -> ArraySource:
     return from_mapping(values, options, str(path))
 
 
+def fold_csr(files: list[str]) -> tuple[list[str], list[str]]:
+    """The names of whole arrays, and the bases of CSR matrices that lie in four parts."""
+    bases = sorted(name.removesuffix("_indptr") for name in files if name.endswith("_indptr"))
+    parts = {f"{base}_{part}" for base in bases for part in CSR_PARTS}
+    return [name for name in files if name not in parts and name not in bases], bases
+
+
 def split_names(files: list[str], split: str, origin: str) -> dict[str, str]:
     """Column name → name in the archive, with CSR parts folded and the split's ending taken off."""
-    whole = [name for name in files if f"{name}_indptr" not in files]
-    bases = {name.removesuffix("_indptr") for name in whole if name.endswith("_indptr")}
-    parts = {f"{base}_{part}" for base in bases for part in CSR_PARTS}
-    names = [name for name in whole if name not in parts] + sorted(bases)
+    whole, bases = fold_csr(files)
+    names = whole + bases
     splits = {name.rpartition("_")[2] for name in names if name.lower().startswith(("x_", "y_"))}
     if not splits or any(name.lower() == "x" for name in names):
         return {name: name for name in names}

@@ -65,6 +65,11 @@ def resolve(options: dict[str, Any]) -> Settings:
         raise OptionError(
             f"evaluate_every is {evaluate_every!r}; it must be a whole number, 0 or less for never"
         )
+    device = _device(options["device"])
+    if options["learn_priors"] and device != "cpu":
+        raise OptionError(
+            f"learn_priors works with device='cpu' only, and device is {device!r}; leave one out"
+        )
     return Settings(
         topics=topics,
         method=method,
@@ -76,7 +81,7 @@ def resolve(options: dict[str, Any]) -> Settings:
         max_doc_iter=_whole(options, "max_doc_update_iter", 0),
         jobs=resolve_jobs(options["n_jobs"]),
         learn_priors=bool(options["learn_priors"]),
-        device=_device(options["device"]),
+        device=device,
     )
 
 

@@ -97,6 +97,21 @@ def test_what_a_device_adds_arrives_once_and_it_learns_what_others_add(steps: li
         assert torch.equal(exchange.parameters[name], tensor)
 
 
+def test_a_device_keeps_the_steps_it_made_while_an_exchange_was_under_way() -> None:
+    parameters, canary = shared(8)
+    views = parameters.views()
+    start = views["w"].clone()
+    exchange = Exchange(parameters.views(), canary.views()["merges"], HostLink())
+    views["w"] += 10  # another worker, before the exchange
+    exchange.parameters["w"] += 1
+    exchange.push()
+    exchange.parameters["w"] += 2  # a local step, while it is under way
+    assert exchange.absorb(wait=True)
+    assert torch.equal(views["w"], start + 11)
+    assert torch.equal(exchange.parameters["w"], start + 13)
+    exchange.close()
+
+
 def final_losses(workers: int, seeds: int, sparse: bool) -> list[float]:
     """Losses at convergence of a convex problem, or of a small network, over seeds."""
     found = []

@@ -226,6 +226,15 @@ def test_a_stopped_run_resumes_where_it_was(limit: dict[str, Any]) -> None:
         module, columns, F.cross_entropy, options(cpu=2, epochs=first.epochs + 1), resume=first.state
     )
     assert second.rows - first.rows == missing
+    assert second.updates > first.updates
+    third = run_hogbatch(
+        module,
+        columns,
+        F.cross_entropy,
+        options(cpu=2, epochs=400, updates=first.updates),
+        resume=first.state,
+    )
+    assert third.updates < first.updates + 300  # at once, but for what was handed out before the first look
     assert second.epochs == first.epochs + 1
 
 
@@ -255,6 +264,26 @@ def test_an_exception_in_the_module_names_the_worker_and_the_rows(processes: boo
         WorkerError, match=r"worker cpu\d failed on rows \d+ to \d+ .*\n(.*\n)*.*too large for me"
     ):
         run_hogbatch(Breaks(), data(), F.cross_entropy, options(cpu=1, processes=processes))
+
+
+def test_after_an_exception_a_run_goes_on_from_where_it_was() -> None:
+    class Keeps(Observer):
+        state: dict[str, Any]
+
+        def resumable(self, state: dict[str, Any]) -> None:
+            self.state = state
+
+    module, columns, observer = Breaks(), data(), Keeps()
+    with pytest.raises(WorkerError):
+        run_hogbatch(module, columns, F.cross_entropy, options(cpu=2, processes=False), observer)
+    left = sum(stop - start for start, stop in observer.state["remaining"])
+    done = sum(worker["rows"] for worker in observer.state["workers"].values())
+    assert left + done == 1000
+    assert left > 0
+    columns["x"].clamp_(max=2.0)
+    chosen = options(cpu=2, processes=False, epochs=1)
+    result = run_hogbatch(module, columns, F.cross_entropy, chosen, resume=observer.state)
+    assert result.rows == 1000
 
 
 def test_divergence_is_an_error() -> None:

@@ -44,10 +44,11 @@ class Exchange:
         self._link = link
         self._shared = [tensor.view(-1) for tensor in shared.values()]
         self._canary = canary
-        self.parameters = {name: tensor.to(link.device, copy=True) for name, tensor in shared.items()}
-        self._local = [tensor.view(-1) for tensor in self.parameters.values()]
-        self._snapshot = [tensor.clone() for tensor in self._local]
-        self._way = [tensor.clone() for tensor in self._local]  # on the device: out, then back
+        with link.working():  # memory that another stream fills could be read before it is filled
+            self.parameters = {name: tensor.to(link.device, copy=True) for name, tensor in shared.items()}
+            self._local = [tensor.view(-1) for tensor in self.parameters.values()]
+            self._snapshot = [tensor.clone() for tensor in self._local]
+            self._way = [tensor.clone() for tensor in self._local]  # on the device: out, then back
         self._host = [link.on_host(tensor) for tensor in self._shared]
         self._jobs: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._back: queue.SimpleQueue[object] = queue.SimpleQueue()
@@ -62,7 +63,9 @@ class Exchange:
             for local, snapshot, way in zip(self._local, self._snapshot, self._way, strict=True):
                 torch.sub(local, snapshot, out=way)
                 snapshot.copy_(local)
+            ready = self._link.mark()
         with self._link.copying():
+            self._link.wait_there(ready)
             for host, way in zip(self._host, self._way, strict=True):
                 host.copy_(way, non_blocking=True)
             mark = self._link.mark()
@@ -123,11 +126,12 @@ class DeviceRunner:
         size = sum(column.numel() * column.element_size() for column in columns.values())
         stays = link.fits(size)
         self._columns = [c.to(link.device) if stays else c for c in (columns["x"], columns["y"])]
-        buffers = {name: b.to(link.device) for name, b in work.buffers.views().items()}
-        self._stepper = make_stepper(
-            work.module, work.loss, work.optimiser, self._exchange.parameters, buffers
-        )
-        self._loss = torch.zeros((), device=link.device)
+        with link.working():
+            buffers = {name: b.to(link.device) for name, b in work.buffers.views().items()}
+            self._stepper = make_stepper(
+                work.module, work.loss, work.optimiser, self._exchange.parameters, buffers
+            )
+            self._loss = torch.zeros((), device=link.device)
         self._steps: dict[tuple[int, float], tuple[Tensor, Tensor, Callable[[], None]]] = {}
         self._since_push = 0
         self._seen = 0

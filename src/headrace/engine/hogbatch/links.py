@@ -32,7 +32,7 @@ class Link(Protocol):
         ...
 
     def copying(self) -> contextlib.AbstractContextManager[Any]:
-        """The stream of copies, which begins after all work issued so far on the stream of steps."""
+        """The stream of copies, which runs beside the stream of steps."""
         ...
 
     def mark(self) -> Any:
@@ -99,7 +99,6 @@ class CudaLink:
         return torch.cuda.stream(self._steps)
 
     def copying(self) -> contextlib.AbstractContextManager[Any]:
-        self._copies.wait_stream(self._steps)
         return torch.cuda.stream(self._copies)
 
     def mark(self) -> Any:

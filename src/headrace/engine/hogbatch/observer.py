@@ -23,7 +23,8 @@ class Observer:
         """Something the user should know."""
 
     def resumable(self, state: dict[str, Any]) -> None:
-        """Just before `epoch_ended`: what `run_hogbatch` takes as ``resume=`` to go on from here."""
+        """What `run_hogbatch` takes as ``resume=`` to go on from here: just before `epoch_ended`, and when a
+        `WorkerError` is about to be raised (the module then holds what was learned so far)."""
 
     def epoch_ended(self, epoch: int) -> bool:
         """All workers rest and the module holds the parameters: evaluate, save. True ends the run.

@@ -49,7 +49,8 @@ class HogbatchOptions:
     processes: bool | str = "auto"
     """CPU workers as processes; `auto`: threads for chains, whose steps release the interpreter lock."""
     merge_every: int | str = "auto"
-    """Local steps of a CPU worker between merges; 1 updates the shared parameters directly."""
+    """Local steps of a CPU worker between merges; 1 updates the shared parameters directly; `auto`: 16 for
+    four or more workers with batches below 32, else 1."""
     device_local_steps: int = 8
     """Local steps of a device worker between merges."""
     staleness_bound: int | None = None
@@ -58,9 +59,9 @@ class HogbatchOptions:
     """Keep each CPU worker on a core of its own; `auto`: when a core is left for the coordinator."""
     epochs: int = 1
     updates: int | None = None
-    """End after this many updates of all workers together."""
+    """End after this many updates of all workers together, counting those before a resume."""
     seconds: float | None = None
-    """End after this much training time."""
+    """End after this much training time, not counting what came before a resume."""
     seed: int = 0
     hang_s: float = 60.0
     """A worker that makes no update for so long is replaced; it must exceed one step's time by far."""

@@ -1,0 +1,421 @@
+"""From the records of a backward pass to signs: the part of an order that learns.
+
+A `Learner` owns the hooks on one model, the projections, the balancer, the drift meter and one sign per row. Nothing in
+it waits for the device. A sign belongs to the row, not to its position in the batch.
+
+Signals:
+
+- ``sketch``: rows of k numbers for every example (`headrace.order.sketch`). Memory O(k) beside the projections.
+- ``exact``: whole gradients through inner products (`headrace.order.pieces`). Memory 2d (pairs) or 3d (mean) floats.
+- ``microbatch``: the sketch of a whole group's gradient; the "examples" are fixed groups of rows.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headrace.errors import ModelError, OptionError, UsageError, unknown
+from headrace.order.balance import Rule
+from headrace.order.balancers import Balancer, MeanBalancer, PairBalancer, Rows, TreeBalancer, VectorRows
+from headrace.order.coordinated import Exchange, WorkerPairs
+from headrace.order.drift import DriftMeter
+from headrace.order.herding import VectorStore
+from headrace.order.pieces import LongRows, Piece
+from headrace.order.sketch import Projections, SketchSum
+from headrace.order.watch import Record, Watcher
+from headrace.types import State
+
+KINDS = ("pair", "mean", "recursive", "kh", "probabilistic", "greedy", "herding")
+SIGNALS = ("sketch", "exact", "microbatch")
+CHUNK = 512  # rows signed at once on a CPU; from 256 on the fixed cost no longer shows
+REDUCTIONS = ("mean", "sum")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnerOptions:
+    """What a user may choose about learning an order."""
+
+    kind: str = "pair"
+    """``pair``, ``mean``, ``recursive``, ``kh``, ``probabilistic``; for study ``greedy`` and ``herding``."""
+    signal: str = "sketch"
+    """``sketch``, ``exact`` or ``microbatch``."""
+    k: int = 256
+    """Numbers per sketch. Higher is closer to exact and slower."""
+    seed: int = 0
+    depth: int = 2
+    """``recursive`` only: levels of the tree."""
+    scale: float = 1.0
+    """``probabilistic`` only: see `headrace.order.balance.Rule`."""
+    reduction: str = "mean"
+    """How the loss joins the examples of a batch. A mean divides by the batch size, which is undone here."""
+
+    def __post_init__(self) -> None:
+        for what, value, known in (
+            ("kind", self.kind, KINDS),
+            ("signal", self.signal, SIGNALS),
+            ("reduction", self.reduction, REDUCTIONS),
+        ):
+            if value not in known:
+                raise unknown(what, value, known)
+        if self.k < 1:
+            raise OptionError(f"k={self.k!r} was asked for; a sketch has at least 1 number")
+        if self.signal == "exact" and self.kind in ("recursive", "greedy", "herding"):
+            raise OptionError(
+                f"kind={self.kind!r} needs the vectors themselves, which signal='exact' never makes; "
+                "use signal='sketch' (a larger k= is closer to exact) or kind='pair'"
+            )
+
+    def rule(self) -> Rule:
+        names = {"probabilistic": "random", "kh": "adaptive"}
+        return Rule(name=names.get(self.kind, "greedy"), scale=self.scale)
+
+
+class Learner:
+    """Watches a model and signs rows."""
+
+    def __init__(
+        self,
+        n: int,
+        options: LearnerOptions,
+        *,
+        workers: int = 1,
+        exchange: Exchange | None = None,
+        next_indices: Callable[[], Tensor | None] = lambda: None,
+        take_rows: Callable[[int], Tensor] | None = None,
+        to_unit: Callable[[Tensor], Tensor] = lambda rows: rows,
+    ) -> None:
+        if options.signal == "exact" and workers > 1:
+            raise OptionError("workers= exchange sketches; use signal='sketch' with more than one worker")
+        if workers > 1 and options.kind != "pair":
+            raise OptionError(
+                f"workers={workers} share a walk over pairs; kind={options.kind!r} cannot, use 'pair'"
+            )
+        self.n = n
+        self.options = options
+        self.workers = workers
+        self.exchange = exchange
+        self.projections = Projections(options.k, options.seed)
+        self.watcher: Watcher | None = None
+        self.scaler: Any = None
+        self.seen = 0
+        self.signs = torch.zeros(n, options.depth if options.kind == "recursive" else 1, dtype=torch.int8)
+        self._next_indices = next_indices
+        self._take_rows = take_rows
+        self._to_unit = to_unit
+        self._places: dict[int, tuple[int, torch.Size]] = {}
+        self._balancer: Balancer | TreeBalancer | WorkerPairs | VectorStore | None = None
+        self._meter: DriftMeter | None = None
+        self._waiting: Tensor | None = None
+        self._pending_state: State | None = None
+        self._chunk: list[tuple[Tensor, Tensor]] = []
+        self._chunk_rows = 0
+        self._grad_hooks: list[Any] = []
+
+    # Watching
+
+    def watch(self, model: nn.Module, *, scaler: Any = None, batch_dim: int = 0) -> None:
+        if self.watcher is not None:
+            if self.watcher.model is model:
+                return
+            raise UsageError(
+                "this sampler already watches a model; an order is learned from one model: make another sampler, "
+                "or put both models into one torch.nn.ModuleList"
+            )
+        if not isinstance(model, nn.Module):
+            raise ModelError(f"watch() takes a torch.nn.Module, not {type(model).__name__}")
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        if not trained:
+            raise ModelError("the model has no parameter that is trained, so there is nothing to learn from")
+        self.projections.name(trained)
+        self.scaler = scaler
+        self._lay_out(trained)
+        self.watcher = Watcher(
+            model,
+            collect=self._collect,
+            collect_linear=self._collect_linear if self.options.signal == "sketch" else None,
+            finish=self._finish,
+            next_indices=self._next_indices,
+            batch_dim=batch_dim,
+            tap_layers=self.options.signal != "microbatch",
+            check_output=self._check_reduction
+            if self.options.reduction == "mean" and scaler is None
+            else None,
+        )
+        if self.options.signal == "microbatch":
+            self._tap_gradients([p for _, p in trained])
+        elif self.watcher.share() == 0.0:
+            raise ModelError(
+                "no layer of this model is known, so its gradients cannot be split by example; "
+                "use signal='microbatch', or give per-example gradients to observe()"
+            )
+        if self.watcher.left_out or self.watcher.approximate:
+            warnings.warn(f"order: {self.watcher.coverage()}", stacklevel=4)
+
+    def unwatch(self) -> None:
+        if self.watcher is not None:
+            self.watcher.remove()
+            self.watcher = None
+        for handle in self._grad_hooks:
+            handle.remove()
+        self._grad_hooks = []
+
+    def _lay_out(self, trained: list[tuple[str, nn.Parameter]]) -> None:
+        start = 0
+        for _, parameter in trained:
+            self._places[id(parameter)] = (start, parameter.shape)
+            start += parameter.numel()
+        self._dim = start
+
+    def _tap_gradients(self, parameters: list[nn.Parameter]) -> None:
+        def hook_for(parameter: nn.Parameter) -> Callable[[Tensor], None]:
+            def hook(gradient: Tensor) -> None:
+                watcher = self.watcher
+                if watcher is None or not watcher._queue:
+                    return
+                record = watcher._queue[0]
+                with torch.no_grad():
+                    from headrace.order.pieces import Dense
+
+                    Dense(parameter, gradient[None]).sketch(self._sum_of(record, 1))
+                record.fired += 1
+                if record.fired == len(parameters):
+                    watcher.complete(record)
+
+            return hook
+
+        self._grad_hooks = [p.register_hook(hook_for(p)) for p in parameters]
+
+    # Records
+
+    def _sum_of(self, record: Record, batch: int) -> SketchSum:
+        if record.sketch is None:
+            record.sketch = SketchSum(batch, self.projections)
+        return record.sketch
+
+    def _collect(self, record: Record, pieces: list[Piece]) -> None:
+        into = self._sum_of(record, record.layout.batch)
+        for piece in pieces:
+            piece.sketch(into)
+        if self.options.signal == "exact":
+            record.pieces.extend(pieces)
+
+    def _collect_linear(self, record: Record, module: nn.Linear, x: Tensor, delta: Tensor) -> None:
+        """`_collect` for the commonest layer without its detours: they cost as much as the arithmetic."""
+        into = self._sum_of(record, record.layout.batch)
+        projection = self.projections.of(module.weight, delta)
+        bias: Tensor | None = module.bias
+        if bias is None:
+            right = x @ projection.columns
+        else:
+            right = torch.addmm(projection.bias, x, projection.columns)
+        into.add_outer(delta @ projection.rows, right)
+
+    def _finish(self, record: Record) -> None:
+        if record.sketch is None:
+            return
+        batch = record.layout.batch
+        indices = record.indices
+        if indices is None and self._take_rows is not None:
+            indices = self._take_rows(batch)
+        if indices is None:
+            raise UsageError(
+                "a backward pass ran, but the rows of its batch are unknown: call begin_batch(indices) before the "
+                "forward pass"
+            )
+        if self.options.signal == "microbatch":
+            vectors = record.sketch.result(self._scale(1))
+            assert vectors is not None
+            self.learn(self._to_unit(indices), VectorRows(vectors), vectors)
+            return
+        scale = self._scale(batch)
+        vectors = record.sketch.result(scale)
+        assert vectors is not None
+        if vectors.device.type != "cpu":
+            vectors = torch.where(torch.isfinite(vectors), vectors, 0.0)
+        rows: Rows = VectorRows(vectors)
+        if self.options.signal == "exact":
+            rows = LongRows(record.pieces, self._places, batch, scale)
+        self.learn(indices, rows, vectors)
+
+    def _check_reduction(self, delta: Tensor, batch: int) -> None:
+        if delta.device.type == "cpu" and sum_hint(delta, batch):
+            warnings.warn(
+                "order: the loss looks like a sum over the batch, not a mean; if it is, say reduction='sum', or a "
+                "short last batch weighs too little in the signs",
+                stacklevel=2,
+            )
+
+    def _scale(self, batch: int) -> float | Tensor:
+        """What undoes the mean over the batch and the loss scale of AMP."""
+        scale = float(batch) if self.options.reduction == "mean" else 1.0
+        if self.scaler is None or not self.scaler.is_enabled():
+            return scale
+        on_device = getattr(self.scaler, "_scale", None)
+        # The tensor, where there is one: get_scale() would wait for the device.
+        return scale / on_device if isinstance(on_device, Tensor) else scale / self.scaler.get_scale()
+
+    def learn(self, indices: Tensor, rows: Rows, vectors_bk: Tensor) -> None:
+        """Take in one batch: ``rows`` for the walk, ``vectors_bk`` for the drift.
+
+        On a CPU batches are collected until ``CHUNK`` rows are there: the walk is the same, its fixed cost is paid
+        less often.
+        """
+        self.seen += len(indices)
+        if vectors_bk.device.type != "cpu" or not isinstance(rows, VectorRows) or self.exchange is not None:
+            self._sign(indices, rows, vectors_bk)
+            return
+        self._chunk.append((indices, vectors_bk))
+        self._chunk_rows += len(indices)
+        if self._chunk_rows >= CHUNK:
+            self.flush()
+
+    def flush(self) -> None:
+        """Sign what was collected."""
+        if self._chunk:
+            indices = torch.cat([i.cpu() for i, _ in self._chunk])
+            vectors = torch.cat([v for _, v in self._chunk])
+            self._chunk, self._chunk_rows = [], 0
+            self._sign(indices, VectorRows(vectors), vectors)
+
+    def settle(self) -> None:
+        """Finish everything that backward passes left to do."""
+        if self.watcher is not None:
+            self.watcher.settle()
+        self.flush()
+
+    def _sign(self, indices: Tensor, rows: Rows, vectors_bk: Tensor) -> None:
+        if self._balancer is None:
+            self._build(rows, vectors_bk)
+        assert self._meter is not None
+        self._meter.update(vectors_bk)
+        indices = indices.to(self.signs.device, non_blocking=True)
+        balancer = self._balancer
+        if isinstance(balancer, TreeBalancer):
+            balancer.step(vectors_bk, indices, self.signs)
+            return
+        if isinstance(balancer, VectorStore):
+            balancer.put(indices, vectors_bk)
+            return
+        if isinstance(balancer, WorkerPairs):
+            settled, signs = balancer.step(vectors_bk, indices)
+            self.signs[settled, 0] = signs.to(torch.int8)
+            return
+        assert isinstance(balancer, Balancer)
+        waited = balancer.waits
+        signs = balancer.step(rows)
+        if waited:
+            assert self._waiting is not None
+            indices = torch.cat([self._waiting, indices])
+        self._waiting = indices[-1:] if balancer.waits else None
+        self.signs[:, 0].index_copy_(0, indices, signs.to(torch.int8))
+
+    def _build(self, rows: Rows, vectors: Tensor) -> None:
+        device, kind = vectors.device, self.options.kind
+        dim, dtype = vectors.shape[1], vectors.dtype
+        if isinstance(rows, LongRows):
+            dim = self._dim
+        self.signs = self.signs.to(device)
+        self._meter = DriftMeter(self.n, vectors.shape[1], device)
+        common: dict[str, Any] = {"device": device, "dtype": dtype, "seed": self.options.seed}
+        common["rule"] = self.options.rule()
+        if self.workers > 1:
+            self._balancer = WorkerPairs(dim, self.workers, self.exchange, **common)
+        elif kind == "recursive":
+            self._balancer = TreeBalancer(dim, depth=self.options.depth, **common)
+        elif kind in ("greedy", "herding"):
+            self._balancer = VectorStore(self.n, dim, device=device, dtype=dtype)
+        else:
+            self._balancer = (MeanBalancer if kind == "mean" else PairBalancer)(dim, **common)
+        if self._pending_state is not None:
+            self._restore(self._pending_state)
+            self._pending_state = None
+
+    # Epochs
+
+    @property
+    def learned(self) -> bool:
+        """True when this epoch brought at least one batch, or may have: a replayed graph leaves no trace here."""
+        return self.seen > 0 or (self._meter is not None and self._meter.sums.device.type != "cpu")
+
+    def end_epoch(self) -> tuple[Tensor, Tensor] | None:
+        """Close the epoch: clear sums and signs, return (H, H / √energy), None when nothing was learned."""
+        self.settle()
+        if not self.learned or self._meter is None or self._balancer is None:
+            return None
+        result = self._meter.finish()
+        self._balancer.end_epoch()
+        self.signs.zero_()
+        self._waiting = None
+        self.seen = 0
+        return result
+
+    def grow(self, n: int) -> None:
+        """Go on with ``n`` rows; between epochs only."""
+        self.n = n
+        self.signs = torch.zeros(n, self.signs.shape[1], dtype=torch.int8, device=self.signs.device)
+        if self._meter is not None:
+            self._meter.n = n
+        if isinstance(self._balancer, VectorStore):
+            self._balancer.grow(n)
+
+    @property
+    def store(self) -> VectorStore | None:
+        return self._balancer if isinstance(self._balancer, VectorStore) else None
+
+    def bytes(self) -> int:
+        """Memory that learning holds from batch to batch, beside one byte per row for the signs."""
+        walk = self._balancer.bytes() if self._balancer is not None else 0
+        meter = sum(t.nbytes for t in (self._meter.sums, self._meter.counts)) if self._meter else 0
+        return walk + meter + self.projections.bytes()
+
+    def state_dict(self) -> State:
+        self.settle()
+        state: State = {"signs": self.signs.clone(), "seen": self.seen}
+        if self._balancer is not None and self._meter is not None:
+            state["balancer"] = self._balancer.state_dict()
+            state["meter"] = self._meter.state_dict()
+            state["waiting"] = None if self._waiting is None else self._waiting.clone()
+        elif self._pending_state is not None:
+            state = {**self._pending_state, **state}
+        return state
+
+    def load_state_dict(self, state: State) -> None:
+        self._chunk, self._chunk_rows = [], 0
+        self.signs = state["signs"].clone()
+        self.seen = int(state["seen"])
+        if self._balancer is not None:
+            if "balancer" in state:
+                self._restore(state)
+            else:
+                self._balancer = self._meter = None
+        elif "balancer" in state:
+            # The device and the dtype of the gradients are not known before the first batch.
+            self._pending_state = state
+
+    def _restore(self, state: State) -> None:
+        assert self._balancer is not None
+        assert self._meter is not None
+        self._balancer.load_state_dict(state["balancer"])
+        self._meter.load_state_dict(state["meter"])
+        waiting = state["waiting"]
+        self._waiting = None if waiting is None else waiting.to(self.signs.device)
+
+
+def sum_hint(delta: Tensor, batch: int) -> bool:
+    """True when the gradient at a softmax's input looks like that of a *summed* cross-entropy.
+
+    Its rows sum to zero and hold p − 1 at the label: at most 1/batch in size under a mean, up to 1 under a sum.
+    """
+    if delta.dim() != 2 or batch < 4 or len(delta) != batch:
+        return False
+    rows = delta.double()
+    size = float(rows.abs().max())
+    balanced = float(rows.sum(1).abs().max()) <= 1e-4 * max(size, 1e-30)
+    return balanced and size <= 1.0 + 1e-6 and size > 1.5 / math.sqrt(batch)
