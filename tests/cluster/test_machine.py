@@ -129,6 +129,15 @@ def test_a_life_that_was_replaced_is_dismissed() -> None:
     assert only(master.handle(late), Dismiss) and master.steps == 0
 
 
+def test_what_a_lost_worker_had_pushed_is_left_to_its_next_life() -> None:
+    master = Master(MasterOptions(accept=2))
+    joined(master, "a", "b", "c")
+    held = Push(Key("a", 1, 1), 0, place="after")
+    master.handle(held)
+    assert [i.key for i in only(master.handle(Lost("a", 1)), Ignore)] == [held.key]  # type: ignore[union-attr]
+    assert master.queue == [] and master.members["a"].place is None
+
+
 def test_a_silent_worker_is_lost_and_one_that_waits_for_us_is_not() -> None:
     master = Master(MasterOptions(accept=2, silent_s=10))
     joined(master, "a", "b")
