@@ -65,7 +65,7 @@ def start(script: str) -> subprocess.Popen[str]:
         [sys.executable, "-c", textwrap.dedent(script)],
         env={**os.environ, "PYTHONPATH": path},
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
+        stderr=subprocess.STDOUT,
         text=True,
     )
 
@@ -107,7 +107,7 @@ def wait_for(processes: dict[int, str], limit_s: float) -> list[int]:
 def test_a_lost_nodes_worker_moves_to_a_node_that_joins_late() -> None:
     process = start(NODES)
     out, _ = process.communicate(timeout=240)
-    assert process.returncode == 0 and f"rows {60 * 600} lives [1, 2]" in out
+    assert process.returncode == 0 and f"rows {60 * 600} lives [1, 2]" in out, out[-3000:]
 
 
 @pytest.mark.slow

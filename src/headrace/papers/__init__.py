@@ -19,6 +19,7 @@ CATALOGUE: dict[str, tuple[str, str]] = {
     "bmgd": ("headrace.papers.bmgd", "buffers larger than a batch, used several rounds while the next loads"),
     "eigenpro": ("headrace.papers.eigenpro", "critical batch size of kernel machines, accuracy beside peers"),
     "hsa2c": ("headrace.papers.hsa2c", "actor-critic agents: synchronous, asynchronous and hybrid workers"),
+    "dpsgd": ("headrace.papers.dpsgd", "training on many machines: loss, staleness and speed-up, simulated"),
     "hogbatch": ("headrace.papers.hogbatch", "one run over CPU cores and GPU together, without locks"),
     "dpsvi": ("headrace.papers.dpsvi", "topic models: likelihood against time, threads and machines"),
 }
