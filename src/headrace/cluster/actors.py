@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import platform
 import time
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,8 @@ class MasterActor:
         torch.set_num_threads(1)
         self.spec = spec
         self.waiting: dict[Key, asyncio.Future[Any]] = {}
-        self.pushes: list[Push] = []
+        self.recent: deque[tuple[float, float]] = deque(maxlen=PUSHES_BEFORE_PLANNING)
+        self.pushes, self.compute_s, self.exchange_s = 0, 0.0, 0.0
         self.merge_s = 0.0
         self.begun = False
         self.seconds, self.rows = 0.0, 0
@@ -113,8 +115,7 @@ class MasterActor:
         self._obey(self.service.handle(event, from_wire(wire)))
         if isinstance(event, Push):
             self.merge_s += time.perf_counter() - began_s
-            self.pushes.append(event)
-            self._plan()
+            self._measure(event)
         answer: tuple[Any, ...] = await future
         return answer
 
@@ -175,8 +176,8 @@ class MasterActor:
             "vector": as_array(self.service.holder.vector()),
             "staleness": dict(master.staleness),
             "merge_s": self.merge_s,
-            "compute_s": sum(p.compute_s for p in self.pushes),
-            "exchange_s": sum(p.exchange_s for p in self.pushes),
+            "compute_s": self.compute_s,
+            "exchange_s": self.exchange_s,
             "came_back": not self.begun,
         }
 
@@ -196,15 +197,21 @@ class MasterActor:
         }
         checkpoint.save_checkpoint(Path(self.spec.folder), steps, whole)
 
+    def _measure(self, push: Push) -> None:
+        """Take in the times of one push, and plan B anew after every few."""
+        self.pushes += 1
+        self.compute_s += push.compute_s
+        self.exchange_s += push.exchange_s
+        if push.exchange_s > 0:  # a worker's first push knows of no exchange before it
+            self.recent.append((push.compute_s / max(1, push.steps), push.exchange_s))
+        if self.spec.plans and self.recent and self.pushes % PUSHES_BEFORE_PLANNING == 0:
+            self._plan()
+
     def _plan(self) -> None:
-        """Set B from the newest pushes, in steps of two: a plan that jumps about is worse than one a bit off."""
-        if not self.spec.plans or len(self.pushes) % PUSHES_BEFORE_PLANNING:
-            return
-        recent = [p for p in self.pushes[-PUSHES_BEFORE_PLANNING:] if p.exchange_s > 0 and p.steps]
-        if not recent:
-            return
-        step_s = sorted(p.compute_s / p.steps for p in recent)[len(recent) // 2]
-        exchange_s = sorted(p.exchange_s for p in recent)[len(recent) // 2]
+        """Set B from the newest pushes, unless it is nearly right: a plan that jumps about is worse."""
+        middle = len(self.recent) // 2
+        step_s = sorted(step_s for step_s, _ in self.recent)[middle]
+        exchange_s = sorted(exchange_s for _, exchange_s in self.recent)[middle]
         wanted = plan_local_steps(step_s, exchange_s, most=self.spec.most_local_steps).value
         now = self.service.master.options.local_steps
         if wanted > 1.5 * now or wanted < now / 3:
