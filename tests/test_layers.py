@@ -20,8 +20,9 @@ MAY_IMPORT = {
     **dict.fromkeys(STAGES, GROUND),
     "engine": GROUND | STAGES | {"hardware", "plan"},
     **{name: GROUND | {"engine", "hardware", "plan"} for name in APPLICATIONS},
+    "training": {"engine", "cluster"},
     "papers": GROUND | STAGES | APPLICATIONS | {"engine", "hardware", "plan"},
-    "cli": GROUND | STAGES | APPLICATIONS | {"engine", "hardware", "plan", "papers"},
+    "cli": GROUND | STAGES | APPLICATIONS | {"engine", "hardware", "plan", "papers", "training"},
     "__main__": {"cli"},
     "__init__": GROUND | STAGES | APPLICATIONS | {"engine", "hardware", "plan"},
 }

@@ -21,7 +21,7 @@ _HOMES = {
     "Loader": "headrace.engine",
     "Plan": "headrace.types",
     "Run": "headrace.engine",
-    "fit": "headrace.engine",
+    "fit": "headrace.training",
     "measure": "headrace.hardware",
     "open_source": "headrace.source",
 }

@@ -66,6 +66,10 @@ def train(
     workers: Annotated[
         str | None, typer.Option(help="auto, single, an algorithm such as hogwild, or cpu=2,cuda=1.")
     ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(help="Workers on this machine (3), auto, ray://HOST:PORT, or workers=3,accept=2."),
+    ] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:1.")] = None,
     capture: Annotated[str | None, typer.Option(help="auto, graph, compile, chain or eager.")] = None,
     out: Annotated[str | None, typer.Option(help="Folder of the run; runs/... when left out.")] = None,
@@ -94,15 +98,17 @@ def train(
     for name in ("validation", "rounds", "buffer"):
         if name in given:
             given[name] = _number_or_text(given[name])
-    if "=" in given.get("workers", ""):
-        given["workers"] = _pairs("workers", given["workers"])
+    for name in ("workers", "cluster"):
+        if "=" in given.get(name, ""):
+            given[name] = _pairs(name, given[name])
     if env is not None:
         _train_agent(env, data, given)
         return
     from headrace.engine.command import print_run
     from headrace.engine.command import train as run_training
+    from headrace.training import fit
 
-    print_run(run_training(data, model, given, config=config, resume=resume))
+    print_run(run_training(data, model, given, config=config, resume=resume, fit=fit))
 
 
 def _train_agent(env: str, data: str | None, given: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,15 @@ from headrace.report.run_folder import RunFolder
 
 
 def train(
-    data: str | None, model: str | None, given: Mapping[str, Any], *, config: Path | None, resume: Path | None
+    data: str | None,
+    model: str | None,
+    given: Mapping[str, Any],
+    *,
+    config: Path | None,
+    resume: Path | None,
+    fit: Callable[..., Run] = fit,
 ) -> Run:
-    """Train from the command line. ``given`` holds only the options that were typed."""
+    """Train from the command line. ``given`` holds only the options that were typed; ``fit`` does the work."""
     if config is not None and resume is not None:
         raise OptionError("--config starts a new run and --resume continues one; give one of them")
     options: dict[str, Any] = {}

@@ -1,0 +1,261 @@
+"""The Ray transport: the master and the workers as actors.
+
+The master is one asynchronous actor, so its decisions happen one after the other. A push is a call that returns when
+its group is merged. Ray starts a killed master again with its state lost: it goes on from its newest checkpoint, and
+the workers' calls are repeated, which the sequence numbers make harmless. A killed worker is started anew by the
+driver (`headrace.cluster.driver`), since only the driver may give it a new life.
+
+Nothing here imports Ray at the top: classes become actors in the driver.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import platform
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+
+import headrace
+from headrace.cluster.compress import Compressor
+from headrace.cluster.holder import Holder
+from headrace.cluster.machine import (
+    Dismiss,
+    Instruction,
+    Joined,
+    Key,
+    Left,
+    Lost,
+    Master,
+    MasterOptions,
+    Push,
+    Replan,
+    Reply,
+    Restart,
+    Stop,
+)
+from headrace.cluster.planning import plan_local_steps
+from headrace.cluster.sending import Wire, as_array, from_wire, shared_tensor, to_wire
+from headrace.cluster.shards import ShardedHolder, fetch, send_pieces
+from headrace.cluster.training import Job, TrainingSteps
+from headrace.cluster.transport import Answer, Conversation, Service, converse
+from headrace.engine import checkpoint
+from headrace.errors import RunFolderError
+from headrace.types import State
+
+PUSHES_BEFORE_PLANNING = 6
+"""The first pushes pay for compilation and connections; a guess."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MasterSpec:
+    """What a master is started with, and started with again."""
+
+    options: MasterOptions
+    statistics_from: int | None
+    folder: str
+    """Where its checkpoints lie."""
+    bounds: tuple[tuple[int, int], ...] = ()
+    """The ranges of the shards; empty when the master holds everything itself."""
+    most_local_steps: int
+    plans: bool
+    """Whether B is planned from what is measured."""
+
+
+class MasterActor:
+    """Decisions and parameters of one run."""
+
+    def __init__(self, spec: MasterSpec, shards: list[Any]) -> None:
+        self.shards = shards
+        torch.set_num_threads(1)
+        self.spec = spec
+        self.waiting: dict[Key, asyncio.Future[Any]] = {}
+        self.pushes: list[Push] = []
+        self.merge_s = 0.0
+        self.begun = False
+        self.seconds, self.rows = 0.0, 0
+        self.service: Service
+        with contextlib.suppress(RunFolderError):  # none yet: this is the first start
+            state, _ = checkpoint.load_newest(Path(spec.folder))
+            self._hold(state["cluster"]["values"])
+            self.service.load_state_dict(state["cluster"])
+            self.seconds, self.rows = state["seconds"], state["rows"]
+
+    def _hold(self, vector: torch.Tensor) -> None:
+        holder = Holder(vector.clone(), self.spec.statistics_from)
+        if self.shards:
+            import ray
+
+            holder = ShardedHolder(
+                ray, self.shards, list(self.spec.bounds), vector, self.spec.statistics_from
+            )
+        self.service = Service(Master(self.spec.options), holder, self._save)
+
+    async def begin(self, vector: NDArray[Any]) -> None:
+        """The first parameters, unless a checkpoint has newer ones. They are saved at once: a master that is
+        started again is not told them again."""
+        if not hasattr(self, "service"):
+            self._hold(shared_tensor(vector))
+            self._save(self.service.state_dict())
+        self.begun = True
+
+    async def exchange(self, event: Joined | Push | Left, wire: Wire | None) -> tuple[Any, ...]:
+        """One message of a worker; returns when there is an answer."""
+        future = self.waiting.get(event.key)
+        if future is None:
+            future = self.waiting[event.key] = asyncio.get_running_loop().create_future()
+        began_s = time.perf_counter()
+        self._obey(self.service.handle(event, from_wire(wire)))
+        if isinstance(event, Push):
+            self.merge_s += time.perf_counter() - began_s
+            self.pushes.append(event)
+            self._plan()
+        answer: tuple[Any, ...] = await future
+        return answer
+
+    def _obey(self, instructions: list[Instruction]) -> list[Restart]:
+        restarts = []
+        for instruction in instructions:
+            match instruction:
+                case Reply(key, version, grant):
+                    place = self.service.master.members[key.worker].place
+                    apart = bool(self.shards) or not grant  # from the shards, or not needed any more
+                    vector = None if apart else as_array(self.service.holder.vector())
+                    self._settle(key, (version, grant, vector, place, False))
+                case Dismiss(key):
+                    self._settle(key, (0, 0, None, None, True))
+                case Restart():
+                    restarts.append(instruction)
+        return restarts
+
+    def _settle(self, key: Key, answer: tuple[Any, ...]) -> None:
+        future = self.waiting.pop(key, None)
+        if future is not None and not future.done():
+            future.set_result(answer)
+
+    async def lost(self, worker: str, life: int) -> int:
+        """A worker's process is gone; returns the number of its next life."""
+        for key in [k for k in self.waiting if k.worker == worker and k.life == life]:
+            self.waiting.pop(key).cancel()
+        self._obey(self.service.handle(Lost(worker, life)))
+        if isinstance(self.service.holder, ShardedHolder):
+            self.service.holder.forget(worker, life)
+        return life + 1
+
+    async def lives(self) -> dict[str, int]:
+        """Worker → its newest life, from a checkpoint."""
+        return {name: member.life for name, member in self.service.master.members.items()}
+
+    async def stop(self) -> None:
+        self._obey(self.service.handle(Stop()))
+
+    async def status(self, seconds: float, rows: int) -> dict[str, Any]:
+        """How far everything is; takes how far the driver's records are, for the next checkpoint."""
+        self.seconds, self.rows = seconds, rows
+        master = self.service.master
+        losses, self.service.losses = self.service.losses, []
+        return {
+            "steps": master.steps,
+            "version": master.version,
+            "losses": losses,
+            "rows": sum(member.rows for member in master.members.values()),
+            "members": {name: (m.steps, m.rows, m.pushes, m.life) for name, m in master.members.items()},
+            "local_steps": master.options.local_steps,
+        }
+
+    async def result(self) -> dict[str, Any]:
+        """Parameters and statistics at the end."""
+        master = self.service.master
+        return {
+            "vector": as_array(self.service.holder.vector()),
+            "staleness": dict(master.staleness),
+            "merge_s": self.merge_s,
+            "compute_s": sum(p.compute_s for p in self.pushes),
+            "exchange_s": sum(p.exchange_s for p in self.pushes),
+            "came_back": not self.begun,
+        }
+
+    async def vector(self) -> NDArray[Any]:
+        return as_array(self.service.holder.vector())
+
+    async def save(self) -> None:
+        self._save(self.service.state_dict())
+
+    def _save(self, state: State) -> None:
+        steps = self.service.master.steps
+        whole = {
+            "cluster": state,
+            "rows": self.rows,
+            "seconds": self.seconds,
+            "standing": {"step": steps},
+        }
+        checkpoint.save_checkpoint(Path(self.spec.folder), steps, whole)
+
+    def _plan(self) -> None:
+        """Set B from the newest pushes, in steps of two: a plan that jumps about is worse than one a bit off."""
+        if not self.spec.plans or len(self.pushes) % PUSHES_BEFORE_PLANNING:
+            return
+        recent = [p for p in self.pushes[-PUSHES_BEFORE_PLANNING:] if p.exchange_s > 0 and p.steps]
+        if not recent:
+            return
+        step_s = sorted(p.compute_s / p.steps for p in recent)[len(recent) // 2]
+        exchange_s = sorted(p.exchange_s for p in recent)[len(recent) // 2]
+        wanted = plan_local_steps(step_s, exchange_s, most=self.spec.most_local_steps).value
+        now = self.service.master.options.local_steps
+        if wanted > 1.5 * now or wanted < now / 3:
+            self._obey(self.service.handle(Replan(wanted)))
+
+
+class WorkerActor:
+    """One life of one worker."""
+
+    def __init__(self, name: str, rank: int, life: int) -> None:
+        self.name, self.rank, self.life = name, rank, life
+        torch.set_num_threads(1)
+
+    def run(self, job: Job, master: Any, shards: list[Any], bounds: list[tuple[int, int]]) -> dict[str, Any]:
+        """Train until the grant or the shard is used up."""
+        import ray
+
+        torch.manual_seed(job.options.seed + self.rank)
+        local = TrainingSteps(job, self.rank)
+        began_cpu_s = time.process_time()
+        talk: Conversation = converse(self.name, self.life, local, Compressor(job.compress))
+        message = next(talk)
+        waited_s = 0.0
+        while True:
+            began_s = time.perf_counter()
+            packed = message.packed
+            if shards and packed is not None:
+                send_pieces(ray, shards, bounds, message.key, packed)
+                packed = None
+            reply = ray.get(master.exchange.remote(message.event, to_wire(packed)))
+            waited_s += time.perf_counter() - began_s
+            version, grant, vector, place, dismissed = reply
+            own = None if vector is None else shared_tensor(vector)
+            if shards and grant:
+                own = fetch(ray, shards)
+            try:
+                message = talk.send(Answer(message.key, version, grant, own, place, dismissed))
+            except StopIteration:
+                return {"waited_s": waited_s, "cpu_s": time.process_time() - began_cpu_s}
+
+    def alone(self, job: Job) -> tuple[float, int]:
+        """The same training without a master: CPU seconds and steps. For measuring what communication costs."""
+        local = TrainingSteps(job, self.rank)
+        began_s, steps, finished = time.process_time(), 0, False
+        vector = local.layout.gather()
+        while not finished:
+            done = local.advance(vector, 1 << 20)
+            vector, steps, finished = done.vector, steps + done.steps, done.finished
+        return time.process_time() - began_s, steps
+
+
+def versions() -> dict[str, str]:
+    """What must be equal on all nodes."""
+    return {"python": platform.python_version(), "headrace": headrace.__version__}

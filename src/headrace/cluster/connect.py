@@ -1,0 +1,144 @@
+"""To a running Ray: one started here for the run, one that is there already, or one at an address.
+
+A cluster that is started here is ended with the run; one that was there is left alone. What is started here wants a
+token from everyone who connects (Ray's token authentication) and has no dashboard. Ray unpickles what comes over
+its connections, so on a cluster of your own the token, or a network that nobody else reaches, is what keeps others
+out: set ``RAY_AUTH_MODE=token`` and the same ``RAY_AUTH_TOKEN`` on every node.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from headrace.cluster.options import ClusterOptions
+from headrace.errors import DeviceError, missing_extra
+
+DEFAULT_PORTS = {"ray": 10001, "gcs": 6379}
+STORE_BYTES = 512 << 20
+"""Shared memory for objects of a cluster on this machine; what exceeds it goes to the disk."""
+
+
+def import_ray() -> Any:
+    try:
+        import ray
+    except ImportError as error:
+        raise missing_extra("ray", "cluster", "training on a cluster") from error
+    return ray
+
+
+@contextlib.contextmanager
+def connected(options: ClusterOptions, *, store_bytes: int = STORE_BYTES) -> Iterator[Any]:
+    """The ``ray`` module with a cluster behind it."""
+    ray = import_ray()
+    if ray.is_initialized():
+        yield ray
+        return
+    if options.address is None:
+        assert isinstance(options.workers, int)
+        with _token(ray), _own(ray, options.workers, store_bytes):
+            yield ray
+        return
+    reach(options.address, options.connect_s)
+    try:
+        # Code that the driver sees must be seen by the workers too: modules beside the script, for instance.
+        ray.init(address=options.address, log_to_driver=False, configure_logging=False)
+    except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+        raise _unreachable(options.address, str(error).strip().split("\n")[0]) from error
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
+
+
+@contextlib.contextmanager
+def _own(ray: Any, workers: int, store_bytes: int) -> Iterator[None]:
+    """A cluster on this machine alone. CPUs are Ray's tickets: three workers may share two cores."""
+    ray.init(
+        address="local",
+        num_cpus=workers,
+        num_gpus=None,
+        include_dashboard=False,
+        log_to_driver=False,
+        configure_logging=False,
+        object_store_memory=store_bytes,
+    )
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+@contextlib.contextmanager
+def _token(ray: Any) -> Iterator[None]:
+    """A token for a cluster of our own, unless the user has chosen; everything is given back afterwards."""
+    if os.environ.get("RAY_AUTH_MODE"):
+        yield
+        return
+    before = os.environ.get("RAY_AUTH_TOKEN")
+    os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
+    _read_settings(ray)
+    try:
+        yield
+    finally:
+        del os.environ["RAY_AUTH_MODE"], os.environ["RAY_AUTH_TOKEN"]
+        if before is not None:
+            os.environ["RAY_AUTH_TOKEN"] = before
+        _read_settings(ray)
+
+
+def _read_settings(ray: Any) -> None:
+    """Ray reads its settings when it is imported; this makes it look again."""
+    ray._raylet.Config.initialize("")
+    ray._raylet.AuthenticationTokenLoader.instance().reset_cache()
+
+
+def reach(address: str, limit_s: float) -> None:
+    """Return when something listens at the address; otherwise say within ``limit_s`` what was tried."""
+    named = address if address != "auto" else os.environ.get("RAY_ADDRESS", "auto")
+    if named == "auto":
+        return  # Ray looks for a cluster of this machine and answers at once
+    scheme, _, rest = named.rpartition("://")
+    host, _, port = rest.partition(":")
+    number = int(port) if port.isdigit() else DEFAULT_PORTS["ray" if scheme == "ray" else "gcs"]
+    deadline_s = time.monotonic() + limit_s
+    tries, last = 0, ""
+    while (left_s := deadline_s - time.monotonic()) > 0:
+        tries += 1
+        try:
+            socket.create_connection((host, number), timeout=left_s).close()
+            return
+        except OSError as error:
+            last = error.strerror or str(error)
+            time.sleep(min(1.0, max(0.0, deadline_s - time.monotonic())))
+    raise _unreachable(
+        address, f"{tries} connections to {host} port {number} within {limit_s:g} s: {last or 'no answer'}"
+    )
+
+
+def _unreachable(address: str, tried: str) -> DeviceError:
+    return DeviceError(
+        f"cluster={address!r} does not answer. Tried: {tried}. Check that the head node runs "
+        "(ray status there), that its port is open from here and that RAY_AUTH_TOKEN is the same on both; "
+        "cluster=3 starts three workers on this machine instead"
+    )
+
+
+def version_differences(mine: dict[str, str], theirs: dict[str, dict[str, str]]) -> list[str]:
+    """A sentence for each node whose Python or headrace differs from the driver's.
+
+    Python may differ in its last number; everything else must be equal, since code and data travel pickled.
+    """
+    found = []
+    for node, versions in theirs.items():
+        for name, own in mine.items():
+            other = versions.get(name, "none")
+            short = 2 if name == "python" else None
+            if own.split(".")[:short] != other.split(".")[:short]:
+                found.append(f"node {node} has {name} {other}, the driver has {own}")
+    return found

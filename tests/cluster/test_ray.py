@@ -1,0 +1,165 @@
+"""The Ray transport with real processes: one small cluster on this machine for the whole file."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import headrace as hr
+from headrace.cluster.connect import connected
+from headrace.cluster.driver import ClusterResult, Observer, run_cluster
+from headrace.cluster.options import ClusterOptions
+from headrace.cluster.sending import sendable
+from headrace.cluster.training import Job
+from headrace.engine.options import FitOptions
+from headrace.engine.setup import open_data
+from headrace.errors import WorkerError
+
+pytest.importorskip("ray")
+
+
+@pytest.fixture(scope="module")
+def ray() -> Iterator[Any]:
+    with connected(ClusterOptions(workers=2)) as found:
+        yield found
+
+
+def problem(rows: int = 600) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(rows, 8, generator=generator, dtype=torch.float64)
+    return x, (x[:, 0] * x[:, 1] > 0).long()
+
+
+def network() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2)).double()
+
+
+def loss_of(module: nn.Module, data: tuple[Tensor, Tensor]) -> float:
+    with torch.no_grad():
+        return float(nn.functional.cross_entropy(module(data[0]), data[1]))
+
+
+def processes(title: str) -> list[int]:
+    """Ray's processes of this name below this one."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (folder / "cmdline").read_text()
+            if command.startswith(title) and is_ours(int(folder.name)):
+                found.append(int(folder.name))
+        except OSError:
+            continue
+    return found
+
+
+def is_ours(pid: int) -> bool:
+    while pid > 1:
+        if pid == os.getpid():
+            return True
+        pid = int((Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[1])
+    return False
+
+
+class Killer(Observer):
+    """Kills a process once, when so many steps are done."""
+
+    def __init__(self, title: str, at_step: int) -> None:
+        self.title, self.at_step, self.killed = title, at_step, 0
+
+    def progress(self, status: dict[str, Any], vector: Callable[[], Tensor]) -> bool:
+        if not self.killed and status["steps"] >= self.at_step:
+            victims = processes(self.title)
+            if victims:
+                os.kill(victims[0], signal.SIGKILL)
+                self.killed = victims[0]
+        return False
+
+
+def train(observer: Observer, epochs: int, folder: Path, **options: Any) -> tuple[nn.Module, ClusterResult]:
+    data, module = problem(), network()
+    fit = FitOptions(epochs=epochs, batch_size=10, lr=0.2)
+    source, _, _ = open_data(data, fit)
+    job = Job(
+        module=module,
+        data=sendable(data, source),
+        options=fit,
+        world_size=2,
+        passes=epochs,
+        total_steps=epochs * 60,
+    )
+    return module, run_cluster(job, ClusterOptions(workers=2, **options), observer, folder=folder)
+
+
+def test_fit_on_a_cluster_learns_and_leaves_a_run_folder(ray: Any, tmp_path: Path) -> None:
+    data, module = problem(), network()
+    before = loss_of(module, data)
+    run = hr.fit(
+        module,
+        data,
+        cluster={"workers": 2, "accept": 2, "merge": "mean", "compress": "bf16"},
+        epochs=12,
+        lr=0.5,
+        batch_size=10,
+        validation=data,
+        out=tmp_path / "run",
+        progress=False,
+    )
+    assert run.model is module and run.steps == 12 * 60
+    assert run.last["examples"] == 12 * 600 and run.last["kind"] == "epoch"
+    assert loss_of(module, data) < 0.6 * before
+    assert run.last["validation_loss"] == pytest.approx(loss_of(module, data), rel=1e-6)
+    assert {"model.safetensors", "metrics.jsonl", "plan.json", "state"} <= {
+        path.name for path in (tmp_path / "run").iterdir()
+    }
+
+
+@pytest.mark.parametrize("shard_bytes", [500, pytest.param(64 << 20, marks=pytest.mark.slow)])
+def test_one_worker_with_one_local_step_is_the_engines_own_run(ray: Any, shard_bytes: int) -> None:
+    """To the last bit, whether one actor holds the 1,424 bytes of parameters or three."""
+    data = problem(100)
+    serial, alone = network(), network()
+    options: dict[str, Any] = {"epochs": 1, "batch_size": 1, "lr": 0.1, "capture": "eager", "progress": False}
+    hr.fit(serial, data, **options, deterministic=True)
+    hr.fit(alone, data, **options, cluster={"workers": 1, "local_steps": 1, "shard_bytes": shard_bytes})
+    for mine, theirs in zip(alone.parameters(), serial.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_a_worker_that_is_killed_is_replaced_and_its_shard_goes_on(ray: Any, tmp_path: Path) -> None:
+    killer = Killer("ray::WorkerActor", at_step=100)
+    module, result = train(killer, epochs=30, folder=tmp_path, local_steps=4)
+    assert killer.killed and any("was lost and is started again" in note for note in result.notes)
+    assert result.rows == 30 * 600, "every row of every pass is merged once"
+    assert sorted(member[3] for member in result.workers.values()) == [1, 2]
+    assert loss_of(module, problem()) < 0.4
+
+
+def test_a_worker_without_its_data_is_named(ray: Any, tmp_path: Path) -> None:
+    job = Job(
+        module=network(),
+        data=str(tmp_path / "nowhere"),
+        options=FitOptions(epochs=1),
+        world_size=1,
+        passes=1,
+        total_steps=1,
+    )
+    with pytest.raises((WorkerError, hr.HeadraceError), match=r"worker-0.*nowhere"):
+        run_cluster(job, ClusterOptions(workers=1), Observer())
+
+
+@pytest.mark.slow
+def test_a_master_that_is_killed_goes_on_from_its_checkpoint(ray: Any, tmp_path: Path) -> None:
+    killer = Killer("ray::MasterActor", at_step=400)
+    module, result = train(killer, epochs=60, folder=tmp_path, local_steps=4, checkpoint_every=20)
+    assert killer.killed and any("went on from its checkpoint" in note for note in result.notes)
+    lost = 60 * 60 - result.steps
+    assert 0 <= lost <= 20 * 4 + 2 * 4, "at most the pushes since the last checkpoint"
+    assert loss_of(module, problem()) < 0.2
