@@ -51,13 +51,12 @@ class SpanCook:
         }
         self._all_spans = spans
         self.files = FileReader(direct=direct)
-        for lane in self.lanes:
-            if lane.name in self.spans and lane.name not in self.wide:
-                self._keep_if_small(lane)
+        self._kept = False
 
     def recipe(self, key: Any, ranges: Ranges, slot: Slot) -> Recipe:
         """The jobs that bring the rows of ``ranges`` into ``slot``."""
         check_sizes(self._all_spans)
+        self._keep_small_lanes()
         rows = int((ranges[:, 1] - ranges[:, 0]).sum())
         leads = dict.fromkeys(self.stored, 0)
         jobs: list[Work] = []
@@ -69,6 +68,16 @@ class SpanCook:
             else:
                 jobs += self._memory_jobs(lane, ranges, rows)
         return Recipe(key, rows, tuple(jobs), leads)
+
+    def _keep_small_lanes(self) -> None:
+        """At the first recipe, which is the manager's: Ctrl-C strikes the main thread alone, and a file that is
+        opened there may be left open."""
+        if self._kept:
+            return
+        self._kept = True
+        for lane in self.lanes:
+            if lane.name in self.spans and lane.name not in self.wide:
+                self._keep_if_small(lane)
 
     def _keep_if_small(self, lane: Lane) -> None:
         """Read a narrow column once and for all where that takes little memory."""

@@ -27,6 +27,7 @@ class FileReader:
         self.fell_back = False
         """True when a file system refused O_DIRECT and its files are read through the page cache."""
         self._files: dict[tuple[str, bool], int] = {}
+        self._closed = False
         self._lock = threading.Lock()
         self._local = threading.local()
 
@@ -90,6 +91,8 @@ class FileReader:
         if (known := self._files.get(key)) is not None:
             return known
         with self._lock:
+            if self._closed:
+                raise DataError(f"{span.path} is not read any more: the pass has ended")
             if key not in self._files:
                 try:
                     file = os.open(span.path, os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if direct else 0))
@@ -115,8 +118,12 @@ class FileReader:
         return known
 
     def close(self) -> None:
-        """Close every file. No thread may read any more."""
+        """Close every file. No thread may read any more.
+
+        A reader whose start was interrupted may begin after this; it must not open a file that nobody closes.
+        """
         with self._lock:
+            self._closed = True
             for file in self._files.values():
                 os.close(file)
             self._files.clear()

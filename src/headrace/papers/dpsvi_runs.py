@@ -57,18 +57,21 @@ def split(matrix: csr_matrix, seed: int = 0) -> tuple[csr_matrix, csr_matrix]:
     return matrix[order[test:]], matrix[order[:test]]
 
 
+MOST_PASSES = 200  # of a curve; small corpora have converged long before
+
+
 def curve(learner: Learner, train: Any, held_out: Any, topics: int, seed: int, limit_s: float) -> Curve:
     """Likelihood after every pass until ``limit_s`` CPU seconds of learning are used; measuring is not timed."""
     points: Curve = []
     spent, passes = 0.0, 0
     steps: Iterator[Topics] = learner(train, topics, seed)
-    while spent < limit_s and passes < 200:
+    while spent < limit_s and passes < MOST_PASSES:
         start = time.process_time()
         learned = next(steps)
         spent += time.process_time() - start
         passes += 1
         # Measure at passes 1, 2, 3, 5, 8, ...: the curve is drawn over a logarithm of time.
-        if not points or passes >= 1.4 * points[-1]["passes"] or spent >= limit_s:
+        if not points or passes >= 1.4 * points[-1]["passes"] or spent >= limit_s or passes == MOST_PASSES:
             points.append({"seconds": spent, "passes": passes, "likelihood": likelihood(learned, held_out)})
     return points
 
