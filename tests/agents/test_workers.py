@@ -49,7 +49,11 @@ def test_a_killed_worker_is_replaced_and_the_run_reaches_its_target() -> None:
 
     def kill_one(row: dict[str, Any]) -> None:
         if not killed and row["step"] > 0:
-            victim = next(p for p in multiprocessing.active_children() if p.name == "agent-worker-1")
+            # The second may still be starting: whichever is there.
+            victim = max(
+                (p for p in multiprocessing.active_children() if p.name.startswith("agent-worker")),
+                key=lambda process: process.name,
+            )
             assert victim.pid is not None
             os.kill(victim.pid, 9)
             killed.append(victim.pid)
