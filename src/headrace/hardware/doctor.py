@@ -25,7 +25,7 @@ CORE = ("torch>=2.8", "numpy>=1.26", "scikit-learn>=1.6", "safetensors>=0.4.3", 
 EXTRAS = {
     "topics": ("numba>=0.60",),
     "cluster": ("ray>=2.40",),
-    "agents": ("gymnasium>=1.0", "ale-py>=0.10", "pillow>=10.0"),
+    "agents": ("gymnasium>=1.0", "ale-py>=0.10", "pillow>=10.0", "pygame>=2.1.3"),
     "tables": ("pyarrow>=15.0",),
     "images": ("pillow>=10.0",),
     "report": ("plotly>=5.20", "tensorboard>=2.16"),
