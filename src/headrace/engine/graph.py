@@ -63,6 +63,7 @@ class GraphStepper:
             group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=device)
         groups = len(optimizer.param_groups)
         self.order = torch.zeros(longest_order, dtype=torch.int64, device=device)
+        self.offsets: dict[int, Tensor] = {}  # by batch size; graphs read them for as long as they live
         self.cursor = torch.zeros((), dtype=torch.int64, device=device)
         self.slot = torch.zeros(1, dtype=torch.int64, device=device)
         self.losses = torch.zeros(window, device=device)
@@ -162,7 +163,7 @@ class GraphStepper:
     def _capture(self, stretch: Stretch) -> Graphs:
         before = _snapshot(self.task, self.optimizer)
         columns, batch, accumulate = stretch.buffer.columns, stretch.batch_size, stretch.accumulate
-        offsets = torch.arange(batch, device=self.order.device)
+        offsets = self.offsets.setdefault(batch, torch.arange(batch, device=self.order.device))
         graphs: Graphs = {}
         try:
             self.cursor.zero_()
