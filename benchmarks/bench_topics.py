@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scipy.sparse import csr_matrix
+from scipy.sparse import csr_matrix, vstack
 
 FILES = {"ap": "ap_topicmodels.npz", "kos": "kos.npz", "nips": "nips_uci.npz", "pnas": "pnas.npz"}
 BATCH, PASSES = 256, 5
@@ -55,6 +55,22 @@ def split(matrix: csr_matrix, seed: int = 0) -> tuple[csr_matrix, csr_matrix]:
     order = np.random.RandomState(seed).permutation(matrix.shape[0])
     test = matrix.shape[0] // 10
     return matrix[order[test:]], matrix[order[:test]]
+
+
+def grown(matrix: csr_matrix, documents: int, seed: int = 0) -> csr_matrix:
+    """A larger collection of the same kind: every document is half of the words of each of two real ones."""
+    if documents <= matrix.shape[0]:
+        return matrix
+    draws, parts = np.random.RandomState(seed), []
+    for first in range(0, documents, 8192):
+        pair = draws.randint(0, matrix.shape[0], (2, min(8192, documents - first)))
+        halves = [matrix[rows] for rows in pair]
+        for half in halves:
+            half.data = draws.binomial(half.data.astype(np.int64), 0.5).astype(np.float64)
+        both = halves[0] + halves[1]
+        both.eliminate_zeros()
+        parts.append(both)
+    return vstack(parts, format="csr")
 
 
 def ours(train: csr_matrix, topics: int, seed: int) -> tuple[float, Any]:

@@ -25,9 +25,7 @@ import headrace
 from headrace.topics.learner import warm_up
 
 sys.path.insert(0, str(Path(__file__).parent))
-from bench_topics import FILES, read, split
-
-PASSES = 5
+from bench_topics import FILES, grown, read, split
 
 
 def main() -> None:
@@ -35,9 +33,12 @@ def main() -> None:
     parser.add_argument("--data", default="nips", choices=sorted(FILES))
     parser.add_argument("--topics", type=int, default=100)
     parser.add_argument("--jobs", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--documents", type=int, default=0, help="grow the collection to so many")
+    parser.add_argument("--passes", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     train, held_out = split(read(options.data))
+    train = grown(train, options.documents)
     warm_up()
     wall: dict[int, list[float]] = {jobs: [] for jobs in options.jobs}
     cpu: dict[int, list[float]] = {jobs: [] for jobs in options.jobs}
@@ -45,20 +46,19 @@ def main() -> None:
     for number in range(options.rounds):
         for jobs in options.jobs:
             model = headrace.LatentDirichletAllocation(
-                options.topics, learning_method="online", batch_size=64, random_state=number, n_jobs=jobs,
-                total_samples=train.shape[0],
+                options.topics, learning_method="online", batch_size=64, max_iter=options.passes,
+                random_state=number, n_jobs=jobs,
             )  # fmt: skip
             started, spent = time.perf_counter(), time.process_time()
-            for _ in range(PASSES):
-                model.partial_fit(train)
+            model.fit(train)
             wall[jobs].append(time.perf_counter() - started)
             cpu[jobs].append(time.process_time() - spent)
             perplexity[jobs].append(model.held_out_perplexity(held_out))
     first = options.jobs[0]
     for jobs in options.jobs:
-        rate = PASSES * train.shape[0] / min(wall[jobs])
+        rate = options.passes * train.shape[0] / min(wall[jobs])
         print(
-            f"{options.data} K={options.topics} threads={jobs}  {rate:8.0f} docs/s"
+            f"{options.data} {train.shape[0]} documents K={options.topics} threads={jobs}  {rate:8.0f} docs/s"
             f"  speed-up {min(wall[first]) / min(wall[jobs]):5.2f}  CPU x {min(cpu[jobs]) / min(cpu[first]):4.2f}"
             f"  perplexity {np.mean(perplexity[jobs]):7.1f}",
             flush=True,

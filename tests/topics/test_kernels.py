@@ -13,7 +13,7 @@ from scipy.sparse import csr_matrix
 from scipy.special import psi
 
 from headrace.topics import kernels, vector
-from headrace.topics.bound import document_bound, topic_bound
+from headrace.topics.bound import document_bound, topic_bound, word_sum
 from headrace.topics.corpus import corpus_of
 from headrace.topics.estep import Inference, infer_all, infer_run
 from headrace.topics.state import Scratch, Topics
@@ -157,7 +157,11 @@ def test_bound_is_the_oracles(oracle: Any, corpus: csr_matrix) -> None:
     alpha = np.linspace(0.1, 0.6, 6)
     topics, scratches = Topics.from_components(components, 0.3), [Scratch(6, 200)]
     gammas = infer_all(topics, corpus_of(matrix), Inference(alpha=alpha.astype(np.float32)), scratches)
-    ours = document_bound(topics, corpus_of(matrix), gammas, alpha, scratches) + topic_bound(topics)
+
+    def words(powers: Any, collapsed: bool) -> float:
+        return word_sum(topics, corpus_of(matrix), powers, scratches, collapsed=collapsed)
+
+    ours = document_bound(gammas, alpha, words) + topic_bound(topics)
     expected = oracle.bound(documents_of(matrix), components, gammas.astype(np.float64), alpha, 0.3)
     assert ours == pytest.approx(expected, rel=1e-6)
 

@@ -1,175 +1,200 @@
-"""The E-step as batched torch operations, for an accelerator.
+"""The E-step and the step of the topics as batched torch operations: what `fused.py` does without Triton.
 
-The same recurrence, starts and test for convergence as the compiled kernels, with many documents in one
-product. Documents of similar length go together, padded to the longest, in groups whose copied rows stay
-below `GROUP_NUMBERS`. A document that has converged keeps its γ; groups shrink to the documents still moving
-every `LOOK` iterations, which is also the only time the host waits for the device.
-
-One worker, no lock-free threads. Run on the CPU by the tests; on a CUDA device it has not been measured.
+The same recurrence, starts and test for convergence as the compiled kernels. Documents of similar length go
+together, padded to the longest, in groups whose copied rows stay below `GROUP_NUMBERS`. A document that has
+converged keeps its γ; groups shrink to the documents still moving every `LOOK` iterations, which is the only time
+the host waits for the device. No topic leaves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from headrace.errors import DeviceError
-from headrace.topics.corpus import Corpus
-from headrace.topics.estep import Inference, Run, runs_of
-from headrace.topics.local import Rate, Tally, check_finite, plan_rounds
-from headrace.topics.state import SMALLEST_SCALE, Topics
+from headrace.topics.estep import Inference
+from headrace.topics.resident import Part, Resident
 
 GROUP_NUMBERS = 32_000_000
 """128 MB of float32: large enough to fill an accelerator, small enough for any."""
 LOOK = 8
-FLOOR = 1e-30
+NOTHING = 1e-30
+SPREAD = 0.1 * 12.0**0.5
 
 
-def torch_device(name: str) -> torch.device:
-    """``"torch"`` is torch on the CPU; anything else is a torch device, which must be there."""
-    if name == "torch":
-        return torch.device("cpu")
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise DeviceError(f"device={name!r} was asked for and torch sees no CUDA device; use device='cpu'")
-    return torch.device(name)
+@dataclass(frozen=True)
+class Tables:
+    """B of all words, every row divided by its largest element."""
+
+    rows_vw: Tensor
+    """The padding of K is zero."""
+    scales_v: Tensor
+    """The logarithm of what a row was divided by."""
+    floors_v: Tensor | None
+    """scikit-learn's constant in units of it; None for no such constant."""
 
 
-class DeviceTopics:
-    """A copy of the topics on a device."""
+@dataclass(frozen=True)
+class Inferred:
+    """What the E-step of a mini-batch leaves behind."""
 
-    def __init__(self, topics: Topics, how: Inference, device: torch.device) -> None:
-        self.host, self.how, self.device = topics, how, device
-        self.excess_vk = torch.from_numpy(topics.excess[:, : topics.topics].copy()).to(device)
-        self.column_k = torch.from_numpy(topics.column[: topics.topics].copy()).to(device)
-        self.alpha_k = torch.from_numpy(how.alpha.copy()).to(device)
-
-    def rows(self, words_u: Tensor, scale: float) -> Tensor:
-        """B of the given words, every row divided by its largest element."""
-        sums_k = (self.host.prior * self.host.features + scale * self.column_k).to(torch.float32)
-        lambda_uk = self.host.prior + scale * self.excess_vk[words_u]
-        if self.how.collapsed:
-            rows_uk = lambda_uk / sums_k
-            return rows_uk / rows_uk.amax(dim=1, keepdim=True)
-        logs_uk = torch.digamma(lambda_uk) - torch.digamma(sums_k)
-        return torch.exp(logs_uk - logs_uk.amax(dim=1, keepdim=True))
-
-    def powers(self, gamma_bk: Tensor) -> Tensor:
-        return gamma_bk if self.how.collapsed else torch.exp(torch.digamma(gamma_bk))
-
-    def infer(self, index_bn: Tensor, count_bn: Tensor, rows_uk: Tensor) -> tuple[Tensor, int]:
-        """γ of one group of documents, and the iterations they took together."""
-        documents, topics = len(index_bn), self.host.topics
-        result_bk = torch.ones(documents, topics, device=self.device)
-        moving = torch.arange(documents, device=self.device)
-        rows_bnk, count, gamma_bk, spent = rows_uk[index_bn], count_bn, result_bk.clone(), 0
-        active = torch.ones(documents, dtype=torch.bool, device=self.device)
-        for number in range(self.how.max_iter):
-            spent += len(moving)
-            e_bk = self.powers(gamma_bk)
-            share_bn = count / (torch.bmm(rows_bnk, e_bk[:, :, None])[:, :, 0] + FLOOR)
-            new_bk = self.alpha_k + e_bk * torch.bmm(share_bn[:, None, :], rows_bnk)[:, 0, :]
-            change_b = (new_bk - gamma_bk).abs().mean(dim=1)
-            gamma_bk = torch.where(active[:, None], new_bk, gamma_bk)
-            active &= change_b >= self.how.tol
-            if (number + 1) % LOOK == 0:
-                result_bk[moving] = gamma_bk
-                kept = active.nonzero()[:, 0]
-                if not len(kept):
-                    return result_bk, spent
-                moving, rows_bnk, count, gamma_bk = moving[kept], rows_bnk[kept], count[kept], gamma_bk[kept]
-                active = active[kept]
-        result_bk[moving] = gamma_bk
-        return result_bk, spent
-
-    def statistics(self, index_bn: Tensor, count_bn: Tensor, gamma_bk: Tensor, rows_uk: Tensor) -> Tensor:
-        """Σ over documents of count × responsibility, one row per row of ``rows_uk``."""
-        rows_bnk, e_bk = rows_uk[index_bn], self.powers(gamma_bk)
-        share_bn = count_bn / (torch.bmm(rows_bnk, e_bk[:, :, None])[:, :, 0] + FLOOR)
-        parts = (share_bn[:, :, None] * rows_bnk * e_bk[:, None, :]).reshape(-1, self.host.topics)
-        return torch.zeros_like(rows_uk).index_add_(0, index_bn.reshape(-1), parts)
-
-    def groups(
-        self, corpus: Corpus, run: Run
-    ) -> tuple[Tensor, Iterator[tuple[NDArray[np.int64], Tensor, Tensor]]]:
-        """The distinct words of a run, and its documents in padded groups: (numbers, words, counts)."""
-        first, last = run
-        part = corpus.part(first, last)
-        words, local = np.unique(part.indices, return_inverse=True)
-        lengths = np.diff(part.indptr)
-        order = np.argsort(lengths, kind="stable")
-
-        def made() -> Iterator[tuple[NDArray[np.int64], Tensor, Tensor]]:
-            start = 0
-            while start < len(order):
-                stop = start + 1
-                while stop < len(order) and _fits(stop + 1 - start, lengths[order[stop]], self.host.topics):
-                    stop += 1
-                group = order[start:stop]
-                index = np.zeros((len(group), max(1, lengths[group[-1]])), dtype=np.int64)
-                count = np.zeros(index.shape, dtype=np.float32)
-                for row, document in enumerate(group):
-                    lo, hi = part.indptr[document], part.indptr[document + 1]
-                    index[row, : hi - lo], count[row, : hi - lo] = local[lo:hi], part.counts[lo:hi]
-                yield group, torch.from_numpy(index).to(self.device), torch.from_numpy(count).to(self.device)
-                start = stop
-
-        return torch.from_numpy(words.astype(np.int64)).to(self.device), made()
+    gammas_bk: Tensor
+    powers_bw: Tensor
+    """exp(ψ(γ)), zero for topics that left and in the padding."""
+    shares_e: Tensor
+    """count / Σ_k e_k B_wk of every entry of the corpus; those of this mini-batch are filled."""
+    rounds_b: Tensor
 
 
-def _fits(documents: int, longest: int, topics: int) -> bool:
-    return documents * int(longest) * topics <= GROUP_NUMBERS
+def starts(how: Inference, noise: int, documents_b: Tensor, jumps: Tensor) -> Tensor:
+    """Where γ begins: one, or near one by the compiled kernels' generator."""
+    count, topics = len(documents_b), len(how.alpha)
+    if not noise:
+        return torch.ones(count, topics, device=documents_b.device)
+    draw_b = (noise + (documents_b.to(torch.int64) + 1) * 2654435761) & 0xFFFFFFFF
+    draw_bk = (draw_b[:, None] * jumps[0] + jumps[1]) & 0xFFFFFFFF
+    return 1.0 + SPREAD * (draw_bk.to(torch.float32) * 2.0**-32 - 0.5)
 
 
-def run_steps_on(
-    device: str,
-    topics: Topics,
-    corpus: Corpus,
-    runs: Sequence[Run],
-    how: Inference,
-    rate: Rate,
-    first: int,
-    total: float,
-) -> Tally:
-    """`local.run_steps` on a device; the topics are copied there and back once per call."""
-    tally = Tally()
-    for steps in plan_rounds(runs, rate, first, topics.scale):
-        there = DeviceTopics(topics, how, torch_device(device))
-        for step in steps:
-            words_u, groups = there.groups(corpus, step.run)
-            rows_uk = there.rows(words_u, step.before) if len(words_u) else there.excess_vk[:0]
-            stats_uk = torch.zeros_like(rows_uk)
-            for _, index_bn, count_bn in groups if len(words_u) else ():
-                gamma_bk, spent = there.infer(index_bn, count_bn, rows_uk)
-                stats_uk += there.statistics(index_bn, count_bn, gamma_bk, rows_uk)
-                tally.iterations += spent
-            documents = step.run[1] - step.run[0]
-            stats_uk *= step.weight / step.after * total / documents
-            there.excess_vk.index_add_(0, words_u, stats_uk)
-            there.column_k += stats_uk.sum(dim=0, dtype=torch.float64)
-            tally.documents += documents
-            tally.steps += 1
-        topics.excess[:, : topics.topics] = there.excess_vk.cpu().numpy()
-        topics.scale = steps[-1].after
-        topics.recount()
-        check_finite(topics)
-        if topics.scale < SMALLEST_SCALE:
-            topics.rebase()
-    return tally
+def jumps(topics: int, device: torch.device) -> Tensor:
+    """2 × K: draw k of the generator is first row × start + second row, modulo 2³²."""
+    factors, offsets, a, c = [], [], 1, 0
+    for _ in range(topics):
+        a, c = a * 747796405 & 0xFFFFFFFF, (c * 747796405 + 2891336453) & 0xFFFFFFFF
+        factors.append(a)
+        offsets.append(c)
+    return torch.tensor([factors, offsets], dtype=torch.int64, device=device)
 
 
-def infer_all_on(device: str, topics: Topics, corpus: Corpus, how: Inference) -> NDArray[np.float32]:
-    """`estep.infer_all` on a device, without scikit-learn's constant for words that no topic has seen."""
-    there = DeviceTopics(topics, how, torch_device(device))
-    gammas = np.tile(how.alpha, (len(corpus), 1))
-    for first, last in runs_of(len(corpus), 4096):
-        words_u, groups = there.groups(corpus, (first, last))
-        if not len(words_u):
-            continue
-        rows_uk = there.rows(words_u, topics.scale)
-        for group, index_bn, count_bn in groups:
-            gammas[first + group] = there.infer(index_bn, count_bn, rows_uk)[0].cpu().numpy()
-    return gammas
+def tables(
+    excess_vw: Tensor, column_w: Tensor, topics: int, prior: float, scale: float, collapsed: bool, eps: float
+) -> Tables:
+    """B from the topics λ = prior + scale × excess."""
+    mass = prior * len(excess_vw)
+    sums_k = (mass + scale * column_w[:topics]).clamp_(min=1e-3 * mass)
+    lambda_vk = prior + scale * excess_vw[:, :topics]
+    rows_vw = torch.zeros_like(excess_vw)
+    if collapsed:
+        rows_vk = lambda_vk / sums_k.to(torch.float32)
+        top_v = rows_vk.amax(dim=1) + NOTHING
+        rows_vw[:, :topics] = rows_vk / top_v[:, None]
+        scales_v = torch.log(top_v)
+    else:
+        logs_vk = torch.digamma(lambda_vk) - torch.digamma(sums_k).to(torch.float32)
+        scales_v = logs_vk.amax(dim=1)
+        rows_vw[:, :topics] = torch.exp(logs_vk - scales_v[:, None])
+    floors_v = (eps * torch.exp((-scales_v).clamp(max=80.0))).clamp(max=1e30) if eps else None
+    return Tables(rows_vw, scales_v, floors_v)
+
+
+def infer(
+    resident: Resident, part: Part, given: Tables, how: Inference, noise: int, jump: Tensor
+) -> Inferred:
+    """γ of a mini-batch of documents, group by group."""
+    device, topics, width = resident.device, len(how.alpha), given.rows_vw.shape[1]
+    alpha_k = torch.from_numpy(how.alpha.copy()).to(device)
+    gammas_bk = torch.empty(part.documents, topics, device=device)
+    powers_bw = torch.zeros(part.documents, width, device=device)
+    shares_e = torch.zeros(len(resident.counts), device=device)
+    rounds_b = torch.zeros(part.documents, dtype=torch.int32, device=device)
+    rows_vk = given.rows_vw[:, :topics]
+    for chosen, entry_bn, real_bn in _groups(resident, part, topics):
+        word_bn = resident.indices[entry_bn].to(torch.int64)
+        count_bn = torch.where(real_bn, resident.counts[entry_bn], 0.0)
+        mass_b = float(how.alpha.sum()) + count_bn.sum(dim=1)
+        floor_bn = torch.full_like(count_bn, NOTHING)
+        if given.floors_v is not None:
+            floor_bn += given.floors_v[word_bn] * mass_b[:, None]
+        start_bk = starts(how, noise, part.first + chosen, jump)
+        gamma_bk, rounds = _iterate(rows_vk[word_bn], count_bn, floor_bn, start_bk, alpha_k, how)
+        empty_b = ~real_bn.any(dim=1)
+        gamma_bk = torch.where(empty_b[:, None], alpha_k, gamma_bk)
+        e_bk = _powers(gamma_bk, how.collapsed)
+        share_bn = count_bn / (torch.bmm(rows_vk[word_bn], e_bk[:, :, None])[:, :, 0] + floor_bn)
+        gammas_bk[chosen], powers_bw[chosen, :topics] = gamma_bk, e_bk
+        rounds_b[chosen] = torch.where(empty_b, 0, rounds)
+        shares_e[entry_bn[real_bn]] = share_bn[real_bn]
+    return Inferred(gammas_bk, powers_bw, shares_e, rounds_b)
+
+
+def _powers(gamma_bk: Tensor, collapsed: bool) -> Tensor:
+    return gamma_bk if collapsed else torch.exp(torch.digamma(gamma_bk))
+
+
+def _groups(resident: Resident, part: Part, topics: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Documents in padded groups: (their numbers, the numbers of their entries, which of those are real)."""
+    start = 0
+    while start < part.documents:
+        longest = max(1, int(part.lengths[start]))
+        stop = min(part.documents, start + max(1, GROUP_NUMBERS // (longest * topics)))
+        chosen = part.order[start:stop].to(torch.int64)
+        begin_b = resident.indptr[part.first + chosen]
+        length_b = resident.indptr[part.first + chosen + 1] - begin_b
+        place_n = torch.arange(longest, device=resident.device)
+        real_bn = place_n < length_b[:, None]
+        yield chosen, torch.where(real_bn, begin_b[:, None] + place_n, 0), real_bn
+        start = stop
+
+
+def _iterate(
+    rows_bnk: Tensor, count_bn: Tensor, floor_bn: Tensor, gamma_bk: Tensor, alpha_k: Tensor, how: Inference
+) -> tuple[Tensor, Tensor]:
+    """γ of one group, and the iterations of each document."""
+    result_bk = gamma_bk.clone()
+    rounds_b = torch.zeros(len(gamma_bk), dtype=torch.int32, device=gamma_bk.device)
+    moving = torch.arange(len(gamma_bk), device=gamma_bk.device)
+    active_b = torch.ones(len(gamma_bk), dtype=torch.bool, device=gamma_bk.device)
+    for number in range(how.max_iter):
+        e_bk = _powers(gamma_bk, how.collapsed)
+        share_bn = count_bn / (torch.bmm(rows_bnk, e_bk[:, :, None])[:, :, 0] + floor_bn)
+        new_bk = alpha_k + e_bk * torch.bmm(share_bn[:, None, :], rows_bnk)[:, 0, :]
+        change_b = (new_bk - gamma_bk).abs().mean(dim=1)
+        gamma_bk = torch.where(active_b[:, None], new_bk, gamma_bk)
+        rounds_b[moving] += active_b.to(torch.int32)
+        active_b = active_b & (change_b >= how.tol)
+        if (number + 1) % LOOK == 0:
+            result_bk[moving] = gamma_bk
+            kept = active_b.nonzero()[:, 0]
+            if not len(kept):
+                return result_bk, rounds_b
+            moving, rows_bnk, count_bn, floor_bn = moving[kept], rows_bnk[kept], count_bn[kept], floor_bn[kept]
+            gamma_bk, active_b = gamma_bk[kept], active_b[kept]
+    result_bk[moving] = gamma_bk
+    return result_bk, rounds_b
+
+
+def add(
+    excess_vw: Tensor, resident: Resident, part: Part, given: Tables, done: Inferred, factor: float
+) -> None:
+    """excess += factor × B × Σ over documents of share × e."""
+    lo, hi = resident.entry_slice(part)
+    if lo == hi:
+        return
+    firsts = resident.indptr[part.first : part.first + part.documents + 1]
+    doc_e = torch.repeat_interleave(torch.arange(part.documents, device=resident.device), firsts.diff())
+    sums_vw = torch.zeros_like(excess_vw)
+    step = max(1, GROUP_NUMBERS // excess_vw.shape[1])
+    for start in range(lo, hi, step):
+        stop = min(hi, start + step)
+        words_e = resident.indices[start:stop].to(torch.int64)
+        parts_ew = done.shares_e[start:stop, None] * done.powers_bw[doc_e[start - lo : stop - lo]]
+        sums_vw.index_add_(0, words_e, parts_ew)
+    excess_vw += sums_vw.mul_(given.rows_vw).mul_(factor)
+
+
+def word_sum(resident: Resident, part: Part, given: Tables, powers_bw: Tensor) -> Tensor:
+    """Σ count × log(scale_w Σ_k powers_k rows_wk) over the documents of a part, in float64."""
+    lo, hi = resident.entry_slice(part)
+    firsts = resident.indptr[part.first : part.first + part.documents + 1]
+    doc_e = torch.repeat_interleave(torch.arange(part.documents, device=resident.device), firsts.diff())
+    total = torch.zeros((), dtype=torch.float64, device=resident.device)
+    step = max(1, GROUP_NUMBERS // given.rows_vw.shape[1])
+    for start in range(lo, hi, step):
+        stop = min(hi, start + step)
+        words_e = resident.indices[start:stop].to(torch.int64)
+        inner_e = (given.rows_vw[words_e] * powers_bw[doc_e[start - lo : stop - lo]]).sum(dim=1)
+        logs_e = torch.log(inner_e + NOTHING) + given.scales_v[words_e]
+        total += (resident.counts[start:stop] * logs_e).sum(dtype=torch.float64)
+    return total

@@ -11,7 +11,7 @@ The words' part is a compiled float32 sum per word, added up in float64; the Dir
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,21 +20,39 @@ from scipy.special import gammaln, psi
 
 from headrace.topics import kernels
 from headrace.topics.corpus import Corpus
-from headrace.topics.estep import RUN, Inference, copy_rows, in_threads, infer_all, runs_of
+from headrace.topics.estep import RUN, copy_rows, in_threads, runs_of
 from headrace.topics.state import Scratch, Topics, aligned
 
 
-def document_bound(
-    topics: Topics, corpus: Corpus, gammas: NDArray[Any], alpha: NDArray[Any], scratches: Sequence[Scratch]
-) -> float:
+WordSum = Callable[[NDArray[Any], bool], float]
+"""``(powers, collapsed)`` → `word_sum` of some documents, on whatever device holds the topics."""
+
+
+def document_bound(gammas: NDArray[Any], alpha: NDArray[Any], word_sum: WordSum, jobs: int = 1) -> float:
     """E[log p(words, θ) − log q(θ)]: the part of the bound that belongs to the documents."""
-    gammas = np.asarray(gammas, dtype=np.float64)
     alpha = np.asarray(alpha, dtype=np.float64)
-    sums = gammas.sum(axis=1)
-    expectation = psi(gammas) - psi(sums)[:, None]
-    value = word_sum(topics, corpus, np.exp(expectation), scratches, collapsed=False)
-    value += float(np.sum((alpha - gammas) * expectation) + np.sum(gammaln(gammas)) - np.sum(gammaln(sums)))
-    return value + len(corpus) * float(gammaln(alpha.sum()) - np.sum(gammaln(alpha)))
+    powers = np.empty(gammas.shape, dtype=np.float32)
+    parts: list[float] = []
+
+    def work(worker: int, run: tuple[int, int]) -> None:
+        gamma = np.asarray(gammas[slice(*run)], dtype=np.float64)
+        sums = gamma.sum(axis=1)
+        expectation = psi(gamma) - psi(sums)[:, None]
+        powers[slice(*run)] = np.exp(expectation)
+        value = np.sum((alpha - gamma) * expectation) + np.sum(gammaln(gamma)) - np.sum(gammaln(sums))
+        parts.append(float(value))
+
+    in_threads(work, runs_of(len(gammas), RUN), jobs, "bound")
+    value = sum(sorted(parts)) + word_sum(powers, False)
+    return value + len(gammas) * float(gammaln(alpha.sum()) - np.sum(gammaln(alpha)))
+
+
+def completion_perplexity(gammas: NDArray[Any], words: float, word_sum: WordSum) -> float:
+    """exp(−log likelihood per word) of the hidden words under θ inferred from the observed ones."""
+    if words == 0:
+        return float("nan")
+    gammas = gammas.astype(np.float64)
+    return float(np.exp(-word_sum(gammas / gammas.sum(axis=1, keepdims=True), True) / words))
 
 
 def topic_bound(topics: Topics) -> float:
@@ -74,20 +92,12 @@ def word_sum(
     return float(sum(sorted(parts)))
 
 
-def completion_perplexity(
-    topics: Topics,
-    observed: Corpus,
-    hidden: Corpus,
-    how: Inference,
-    scratches: Sequence[Scratch],
-) -> float:
-    """exp(−log likelihood per word) of ``hidden`` under θ inferred from ``observed``, the same documents."""
-    gammas = infer_all(topics, observed, how, scratches, eps=0.0).astype(np.float64)
-    theta = gammas / gammas.sum(axis=1, keepdims=True)
-    words = hidden.words
+def completion_perplexity(gammas: NDArray[Any], words: float, word_sum: WordSum) -> float:
+    """exp(−log likelihood per word) of the hidden words under θ inferred from the observed ones."""
     if words == 0:
         return float("nan")
-    return float(np.exp(-word_sum(topics, hidden, theta, scratches, collapsed=True) / words))
+    gammas = gammas.astype(np.float64)
+    return float(np.exp(-word_sum(gammas / gammas.sum(axis=1, keepdims=True), True) / words))
 
 
 def split_words(corpus: Corpus, seed: int = 0) -> tuple[Corpus, Corpus]:

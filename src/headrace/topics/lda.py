@@ -207,6 +207,7 @@ class LatentDirichletAllocation(ClassNamePrefixFeaturesOutMixin, TransformerMixi
 
     def _keep(self, learner: Learner) -> None:
         # As a model that is saved and loaded has them; the steps' running sums differ in the last bits.
+        self._topics = learner.topics
         self._topics.recount()
         self._alpha = learner.how.alpha
         self.n_batch_iter_ = learner.step

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.topics.bound import completion_perplexity, document_bound, topic_bound
+from headrace.topics.bound import completion_perplexity, document_bound, topic_bound, word_sum
 from headrace.topics.compiled import announce
 from headrace.topics.corpus import Corpus
 from headrace.topics.estep import EPS, RUN, Inference, Run, infer_all, runs_of
@@ -22,13 +23,17 @@ from headrace.topics.options import Settings
 from headrace.topics.priors import improved
 from headrace.topics.state import Scratch, Topics
 
+if TYPE_CHECKING:
+    from headrace.topics.device import DeviceTopics
+
 
 class Learner:
     """Learns `topics` from chunks of documents."""
 
     def __init__(self, topics: Topics, settings: Settings, step: int = 1) -> None:
-        self.topics = topics
+        self._topics = topics
         self.settings = settings
+        self._there: DeviceTopics | None = None
         self.step = step
         """The number of the next mini-batch, from 1 as in scikit-learn."""
         self.how = Inference(
@@ -41,6 +46,24 @@ class Learner:
         self.workers = [Scratch(topics.topics, topics.features) for _ in range(settings.jobs)]
 
     @property
+    def topics(self) -> Topics:
+        """The topics, on the host."""
+        return self._topics if self._there is None else self._there.home()
+
+    @topics.setter
+    def topics(self, topics: Topics) -> None:
+        self._topics, self._there = topics, None
+
+    @property
+    def there(self) -> DeviceTopics | None:
+        """The topics on the device that was asked for; None when that is the CPU's kernels."""
+        if self._there is None and self.settings.device != "cpu":
+            from headrace.topics.device import DeviceTopics, torch_device
+
+            self._there = DeviceTopics(self._topics, torch_device(self.settings.device))
+        return self._there
+
+    @property
     def nbytes(self) -> int:
         """Memory of the topics and of all workers."""
         return self.topics.nbytes + sum(worker.nbytes for worker in self.workers)
@@ -51,12 +74,8 @@ class Learner:
         if not runs:
             return Tally()
         first, self.step = self.step, self.step + len(runs)
-        if self.settings.device != "cpu":
-            from headrace.topics.batched import run_steps_on
-
-            return run_steps_on(
-                self.settings.device, self.topics, corpus, runs, self.how, self.settings.rate, first, total
-            )
+        if self.there is not None:
+            return self.there.steps(corpus, runs, self.how, self.settings.rate, first, total)
         return run_steps(
             self.topics, corpus, runs, lambda: self.how, self.settings.rate, first, total, self.workers,
             self._observe if self.settings.learn_priors else None,
@@ -65,6 +84,10 @@ class Learner:
     def batch(self, chunks: Iterable[Corpus]) -> Tally:
         """One pass of batch learning."""
         size = max(self.settings.batch_size, RUN)
+        if self.there is not None:
+            done = self.there.batch(((c, runs_of(len(c), 32 * size)) for c in chunks), self.how, self.step)
+            self.step += 1
+            return done
         done = batch_pass(
             self.topics, ((c, runs_of(len(c), self._share(c, size))) for c in chunks), self.how, self.workers,
             self.step, self._observe_batch if self.settings.learn_priors else None,
@@ -85,16 +108,19 @@ class Learner:
 
     def infer(self, corpus: Corpus, eps: float = EPS) -> NDArray[np.float32]:
         """γ of every document."""
-        if self.settings.device != "cpu":
-            from headrace.topics.batched import infer_all_on
-
-            return infer_all_on(self.settings.device, self.topics, corpus, self.how)
+        if self.there is not None:
+            return self.there.infer(corpus, self.how, eps)
         return infer_all(self.topics, corpus, self.how, self.workers, eps=eps)
 
     def bound(self, corpus: Corpus, gammas: NDArray[Any] | None = None) -> float:
         """The documents' part of the bound."""
         gammas = self.infer(corpus) if gammas is None else gammas
-        return document_bound(self.topics, corpus, gammas, self.how.alpha, self.workers)
+        return document_bound(gammas, self.how.alpha, partial(self._word_sum, corpus), self.settings.jobs)
+
+    def _word_sum(self, corpus: Corpus, powers: NDArray[Any], collapsed: bool) -> float:
+        if self.there is not None:
+            return self.there.word_sum(corpus, powers, collapsed=collapsed)
+        return word_sum(self.topics, corpus, powers, self.workers, collapsed=collapsed)
 
     def perplexity(self, chunks: Iterable[Corpus]) -> float:
         """exp(−bound per word) of all chunks together, scikit-learn's definition."""
@@ -106,7 +132,8 @@ class Learner:
 
     def completion(self, observed: Corpus, hidden: Corpus) -> float:
         """Held-out perplexity by document completion."""
-        return completion_perplexity(self.topics, observed, hidden, self.how, self.workers)
+        gammas = self.infer(observed, eps=0.0)
+        return completion_perplexity(gammas, hidden.words, partial(self._word_sum, hidden))
 
 
 def warm_up() -> None:
@@ -115,7 +142,6 @@ def warm_up() -> None:
         np.array([0, 1], dtype=np.int64), np.zeros(1, dtype=np.int32), np.ones(1, dtype=np.float32), 1
     )
     with announce("the topic kernels"):
-        from headrace.topics.bound import word_sum
         from headrace.topics.local import Rate
 
         topics = Topics.from_components(np.ones((1, 1)), 1.0)

@@ -1,0 +1,102 @@
+"""How the Triton kernels of `fused.py` are launched: which documents together, with how many threads."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace.topics import fused
+from headrace.topics.batched import Inferred, Tables
+from headrace.topics.estep import Inference
+from headrace.topics.resident import Part, Resident
+
+CLASSES = ((128, 2, 16), (512, 4, 32), (1024, 8, 32))
+"""Documents of up to so many distinct words: so many warps, and words read at a time. Longer documents do not
+hold their words in registers."""
+LIVE = 16
+"""Topics a document may keep when it goes on in registers."""
+OPTIONS: dict[str, int] = {}
+"""More for Triton's compiler, such as ``maxnreg``."""
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << max(0, number - 1).bit_length()
+
+
+def tables(
+    excess_vw: Tensor, column_w: Tensor, topics: int, prior: float, scale: float, collapsed: bool, eps: float
+) -> Tables:
+    """`batched.tables` in one kernel."""
+    words, width = excess_vw.shape
+    rows_vw, scales_v = torch.empty_like(excess_vw), torch.empty(words, device=excess_vw.device)
+    floors_v = torch.empty_like(scales_v) if eps else scales_v
+    tile = 8
+    fused.rows_kernel[(-(-words // tile),)](
+        excess_vw, column_w, rows_vw, floors_v, scales_v, words, topics, width, prior, scale, eps,
+        COLLAPSED=collapsed, HAS_EPS=bool(eps), K_PAD=_power_of_two(width), TILE=tile,
+    )  # fmt: skip
+    return Tables(rows_vw, scales_v, floors_v if eps else None)
+
+
+def infer(
+    resident: Resident, part: Part, given: Tables, how: Inference, noise: int, jump: Tensor
+) -> Inferred:
+    """`batched.infer`: a launch for each class of lengths, and nothing that the host waits for."""
+    device, topics, width = resident.device, len(how.alpha), given.rows_vw.shape[1]
+    alpha_k = torch.from_numpy(how.alpha.copy()).to(device, non_blocking=True)
+    gammas_bk = torch.empty(part.documents, topics, device=device)
+    powers_bw = torch.empty(part.documents, width, device=device)
+    rounds_b = torch.empty(part.documents, dtype=torch.int32, device=device)
+    shares_e = torch.empty(len(resident.counts), device=device)
+    enough = how.tol * topics
+    start = 0
+    for block, warps, tile, stop, single in _classes(part):
+        if stop > start:
+            fused.infer_kernel[(stop - start,)](
+                resident.indptr, resident.indices, resident.counts, part.order[start:stop], given.rows_vw,
+                given.scales_v if given.floors_v is None else given.floors_v, alpha_k, jump, gammas_bk,
+                powers_bw, shares_e, rounds_b, part.first, topics, width, enough, float(how.alpha.sum()),
+                how.max_iter, noise, COLLAPSED=how.collapsed, HAS_EPS=given.floors_v is not None,
+                HAS_NOISE=bool(noise), WANT_POWERS=True, SINGLE=single, K_PAD=_power_of_two(width), TILE=tile,
+                CAP=LIVE if topics > LIVE else 0, BLOCK=block, num_warps=warps,
+                **OPTIONS,
+            )  # fmt: skip
+        start = stop
+    return Inferred(gammas_bk, powers_bw, shares_e, rounds_b)
+
+
+def _classes(part: Part) -> list[tuple[int, int, int, int, bool]]:
+    """(words in a block, warps, tile, end of its documents in the order, whether the block holds a document)."""
+    # Lengths fall; how many documents are longer than a class's limit is where the class begins.
+    longer = [int(np.searchsorted(-part.lengths, -limit, side="left")) for limit, _, _ in CLASSES]
+    block, warps, tile = CLASSES[-1]
+    found = [(block, warps, tile, longer[-1], False)]
+    ends = [part.documents, *longer[:-1]]
+    for (block, warps, tile), end in reversed(list(zip(CLASSES, ends, strict=True))):
+        found.append((block, warps, tile, end, True))
+    return found
+
+
+def add(
+    excess_vw: Tensor, resident: Resident, part: Part, given: Tables, done: Inferred, factor: float
+) -> None:
+    """`batched.add`: one program for each distinct word of the mini-batch."""
+    if part.end > part.begin:
+        width = excess_vw.shape[1]
+        fused.step_kernel[(part.end - part.begin,)](
+            resident.words, resident.starts, resident.entries, resident.docs, done.shares_e, done.powers_bw,
+            given.rows_vw, excess_vw, part.begin, factor, width, K_PAD=_power_of_two(width), TILE=8, num_warps=2,
+        )  # fmt: skip
+
+
+def word_sum(resident: Resident, part: Part, given: Tables, powers_bw: Tensor) -> Tensor:
+    """`batched.word_sum` in one kernel."""
+    out = torch.empty(part.documents, dtype=torch.float64, device=resident.device)
+    width = given.rows_vw.shape[1]
+    if part.documents:
+        fused.likelihood_kernel[(part.documents,)](
+            resident.indptr, resident.indices, resident.counts, given.rows_vw, given.scales_v, powers_bw, out,
+            part.first, width, K_PAD=_power_of_two(width), TILE=32,
+        )  # fmt: skip
+    return out.sum()
