@@ -20,6 +20,8 @@ MAY_IMPORT = {
     **dict.fromkeys(STAGES, GROUND),
     "engine": GROUND | STAGES | {"hardware", "plan"},
     **{name: GROUND | {"engine", "hardware", "plan"} for name in APPLICATIONS},
+    # An estimator's cluster= is followed through `training`, so that no application knows another.
+    "topics": GROUND | {"engine", "hardware", "plan", "training"},
     "training": {"engine", "cluster"},
     "papers": GROUND | STAGES | APPLICATIONS | {"engine", "hardware", "plan"},
     "cli": GROUND | STAGES | APPLICATIONS | {"engine", "hardware", "plan", "papers", "training"},

@@ -1,10 +1,13 @@
-"""`headrace.fit`: on this machine, or on a cluster when one is asked for.
+"""`headrace.fit`: on this machine, or on a cluster when one is asked for; and estimators' way to a cluster.
 
-The engine knows nothing of clusters; here is the one place that chooses between the two.
+The engine knows nothing of clusters, and applications know nothing of one another; here is the one place that brings
+them together.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from headrace.engine import Run
@@ -22,3 +25,22 @@ def fit(model: Any, data: Any, **options: Any) -> Run:
     from headrace.cluster import fit_on_cluster
 
     return fit_on_cluster(model, data, **options)
+
+
+Progress = Callable[[dict[str, Any], Callable[[], Any]], bool]
+"""``(status, vector)`` a few times a second; ``vector()`` fetches the parameters, True ends the run."""
+
+
+def run_on_cluster(work: Any, cluster: Any, progress: Progress, *, cores: int = 1) -> Any:
+    """Train a `headrace.cluster.transport.Work` and return the `ClusterResult`; ``cores`` CPUs for each worker."""
+    from headrace.cluster.driver import Observer, run_cluster
+    from headrace.cluster.options import ClusterOptions
+
+    class Listener(Observer):
+        def progress(self, status: dict[str, Any], vector: Any) -> bool:
+            return progress(status, vector)
+
+    options = ClusterOptions.of(cluster)
+    options = replace(options, cores=max(cores, options.cores))
+    workers = options.workers if isinstance(options.workers, int) else 0
+    return run_cluster(replace(work, compress=options.compress, world_size=workers), options, Listener())

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -163,3 +164,26 @@ def test_a_master_that_is_killed_goes_on_from_its_checkpoint(ray: Any, tmp_path:
     lost = 60 * 60 - result.steps
     assert 0 <= lost <= 20 * 4 + 2 * 4, "at most the pushes since the last checkpoint"
     assert loss_of(module, problem()) < 0.2
+
+
+def test_topics_are_learned_on_a_cluster(ray: Any) -> None:
+    """Affine pushes of two machines give topics as good as one machine's, and every document is learned from."""
+    pytest.importorskip("numba")
+    draws = np.random.RandomState(0)
+    beta = draws.dirichlet(np.full(120, 0.05), 5)
+    theta = draws.dirichlet(np.full(5, 0.1), 400)
+    counts = np.array([draws.multinomial(60, p / p.sum()) for p in theta @ beta], dtype=np.float64)
+    options: dict[str, Any] = {
+        "learning_method": "online",
+        "batch_size": 16,
+        "max_iter": 6,
+        "random_state": 0,
+    }
+    alone = hr.LatentDirichletAllocation(5, **options).fit(counts)
+    together = hr.LatentDirichletAllocation(
+        5, **options, cluster={"workers": 2, "local_steps": 3, "compress": "bf16"}, held_out=counts[:50]
+    ).fit(counts)
+    assert together.cluster_.rows == 6 * 400 and together.n_iter_ == 6
+    assert sum(together.cluster_.staleness.values()) == sum(m[2] for m in together.cluster_.workers.values())
+    assert together.history_[-1]["documents"] == 6 * 400
+    assert together.held_out_perplexity(counts) < 1.1 * alone.held_out_perplexity(counts)

@@ -43,8 +43,7 @@ from headrace.cluster.machine import (
 from headrace.cluster.planning import plan_local_steps
 from headrace.cluster.sending import Wire, as_array, from_wire, shared_tensor, to_wire
 from headrace.cluster.shards import ShardedHolder, fetch, send_pieces
-from headrace.cluster.training import Job, TrainingSteps
-from headrace.cluster.transport import Answer, Conversation, Service, converse
+from headrace.cluster.transport import Answer, Conversation, Service, Work, converse
 from headrace.engine import checkpoint
 from headrace.errors import RunFolderError
 from headrace.types import State
@@ -225,12 +224,12 @@ class WorkerActor:
         self.name, self.rank, self.life = name, rank, life
         torch.set_num_threads(1)
 
-    def run(self, job: Job, master: Any, shards: list[Any], bounds: list[tuple[int, int]]) -> dict[str, Any]:
+    def run(self, job: Work, master: Any, shards: list[Any], bounds: list[tuple[int, int]]) -> dict[str, Any]:
         """Train until the grant or the shard is used up."""
         import ray
 
-        torch.manual_seed(job.options.seed + self.rank)
-        local = TrainingSteps(job, self.rank)
+        torch.manual_seed(job.seed + self.rank)
+        local = job.local(self.rank)
         began_cpu_s = time.process_time()
         talk: Conversation = converse(self.name, self.life, local, Compressor(job.compress))
         message = next(talk)
@@ -252,11 +251,10 @@ class WorkerActor:
             except StopIteration:
                 return {"waited_s": waited_s, "cpu_s": time.process_time() - began_cpu_s}
 
-    def alone(self, job: Job) -> tuple[float, int]:
+    def alone(self, job: Work) -> tuple[float, int]:
         """The same training without a master: CPU seconds and steps. For measuring what communication costs."""
-        local = TrainingSteps(job, self.rank)
+        local, vector = job.local(self.rank), job.values()
         began_s, steps, finished = time.process_time(), 0, False
-        vector = local.layout.gather()
         while not finished:
             done = local.advance(vector, 1 << 20)
             vector, steps, finished = done.vector, steps + done.steps, done.finished

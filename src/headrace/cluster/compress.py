@@ -1,5 +1,8 @@
 """Differences on the wire: in full, in bfloat16, or only the largest entries, with error feedback.
 
+A task whose steps are λ ← (1 − ρ) λ + ρ λ̂ pushes an affine map instead, v ← decay × v + values: the sum of stale
+differences could make λ negative, a map with decay in [0, 1] and values of at least 0 cannot.
+
 What a compressed push leaves out is kept by its worker and added to the next difference, so that nothing is
 forgotten, only late. Invariant: the sum of everything sent plus the remainder is the sum of all differences, up to
 rounding. A worker that is killed takes its remainder with it.
@@ -23,6 +26,8 @@ class Packed:
     values: Tensor
     positions: Tensor | None = None
     """int32 places of the values in the vector; None when all places are there in order."""
+    decay: float = 1.0
+    """What the vector is multiplied by before the values are added; 1 for a difference."""
     correction: Packed | None = None
     """What rounding took from the difference, so that base + difference is the worker's result to the last bit."""
 
@@ -32,8 +37,10 @@ class Packed:
         return own + (0 if self.correction is None else self.correction.bytes)
 
     def add_to(self, vector: Tensor, weight: float) -> None:
-        """``vector += weight × difference``, in place."""
+        """``vector += weight × difference``, in place; a map goes ``weight`` of its way."""
         values = self.values.to(vector.dtype)
+        if self.decay != 1.0:
+            vector.mul_(1.0 - weight * (1.0 - self.decay))
         if self.positions is None:
             vector.add_(values, alpha=weight)
         else:
@@ -45,9 +52,9 @@ class Packed:
         """The difference of the entries ``start`` to ``stop`` alone, numbered from 0."""
         if self.positions is None:
             correction = None if self.correction is None else self.correction.part(start, stop)
-            return Packed(stop - start, self.values[start:stop], None, correction)
+            return Packed(stop - start, self.values[start:stop], None, self.decay, correction)
         inside = (self.positions >= start) & (self.positions < stop)
-        return Packed(stop - start, self.values[inside], self.positions[inside] - start)
+        return Packed(stop - start, self.values[inside], self.positions[inside] - start, self.decay)
 
 
 class Compressor:
@@ -62,24 +69,31 @@ class Compressor:
         self.kind = kind
         self.remainder: Tensor | None = None
 
-    def pack(self, base: Tensor, result: Tensor) -> Packed:
-        """What to send for a step from ``base`` to ``result``; the rest is kept for the next one."""
-        difference = result - base
+    def pack(self, base: Tensor, result: Tensor, decay: float = 1.0) -> Packed:
+        """What to send for steps from ``base`` to ``result``; the rest is kept for the next time.
+
+        With a decay, what is sent is result − decay × base, which lock-free threads and rounding may have left
+        a little below zero: that is set to zero.
+        """
+        difference = result - base if decay == 1.0 else (result - decay * base).clamp_(min=0)
         size = difference.numel()
         if self.kind is None:
-            return Packed(size, difference, None, correction(base, difference, result))
+            exact = correction(base, difference, result) if decay == 1.0 else None
+            return Packed(size, difference, None, decay, exact)
         if self.remainder is not None:
             difference = difference + self.remainder
         if self.kind == "bf16":
             sent = difference.to(torch.bfloat16)
+            if decay != 1.0:
+                sent = sent.clamp_(min=0)  # the remainder may be negative where rounding went up
             self.remainder = difference - sent.to(difference.dtype)
-            return Packed(size, sent)
+            return Packed(size, sent, None, decay)
         count = max(1, round(size * float(self.kind)))
         places = difference.abs().topk(count, sorted=False).indices.sort().values
         values = difference[places]
         self.remainder = difference.clone()
         self.remainder[places] = 0
-        return Packed(size, values, places.to(torch.int32))
+        return Packed(size, values, places.to(torch.int32), decay)
 
 
 def correction(base: Tensor, difference: Tensor, result: Tensor) -> Packed | None:

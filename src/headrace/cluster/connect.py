@@ -41,7 +41,7 @@ def connected(options: ClusterOptions, *, store_bytes: int = STORE_BYTES) -> Ite
         return
     if options.address is None:
         assert isinstance(options.workers, int)
-        with _token(ray), _own(ray, options.workers, store_bytes):
+        with _token(ray), _own(ray, options.workers * options.cores, store_bytes):
             yield ray
         return
     reach(options.address, options.connect_s)
@@ -57,11 +57,11 @@ def connected(options: ClusterOptions, *, store_bytes: int = STORE_BYTES) -> Ite
 
 
 @contextlib.contextmanager
-def _own(ray: Any, workers: int, store_bytes: int) -> Iterator[None]:
+def _own(ray: Any, cpus: int, store_bytes: int) -> Iterator[None]:
     """A cluster on this machine alone. CPUs are Ray's tickets: three workers may share two cores."""
     ray.init(
         address="local",
-        num_cpus=workers,
+        num_cpus=cpus,
         num_gpus=None,
         include_dashboard=False,
         log_to_driver=False,

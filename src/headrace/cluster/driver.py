@@ -17,11 +17,10 @@ import torch
 from headrace.cluster.actors import MasterActor, MasterSpec, WorkerActor, versions
 from headrace.cluster.connect import connected, version_differences
 from headrace.cluster.holder import shard_bounds
-from headrace.cluster.layout import Layout
 from headrace.cluster.options import ClusterOptions
 from headrace.cluster.sending import as_array, shared_tensor
 from headrace.cluster.shards import ShardActor
-from headrace.cluster.training import Job
+from headrace.cluster.transport import Work
 from headrace.errors import DeviceError, HeadraceError, WorkerError
 
 POLL_S = 0.2
@@ -44,7 +43,7 @@ class Observer:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterResult:
-    """What `run_cluster` returns; the trained parameters are in the job's module."""
+    """What `run_cluster` returns beside the trained parameters."""
 
     steps: int
     rows: int
@@ -65,7 +64,7 @@ class ClusterResult:
 
 
 def run_cluster(
-    job: Job,
+    job: Work,
     options: ClusterOptions,
     observer: Observer,
     *,
@@ -73,14 +72,14 @@ def run_cluster(
     resume: bool = False,
     steps: int | None = None,
 ) -> ClusterResult:
-    """Train ``job.module`` in place on a cluster."""
-    layout = Layout.of(job.module)
-    store_bytes = max(512 << 20, 8 * 8 * layout.size)
+    """Train on a cluster; ``job.take`` gets the result."""
+    values = job.values()
+    store_bytes = max(512 << 20, 8 * values.nbytes)
     with connected(options, store_bytes=store_bytes) as ray, tempfile.TemporaryDirectory() as scratch:
         kept = folder if folder is not None else Path(scratch)
         if not resume and kept.is_dir() and any(kept.glob("step-*")):
             raise WorkerError(f"{kept} holds checkpoints of another run; resume it or take another folder")
-        driver = _Driver(ray, job, options, observer, layout, str(kept.resolve()), steps)
+        driver = _Driver(ray, job, options, observer, values, str(kept.resolve()), steps)
         try:
             return driver.run()
         finally:
@@ -93,15 +92,15 @@ class _Driver:
     def __init__(
         self,
         ray: Any,
-        job: Job,
+        job: Any,
         options: ClusterOptions,
         observer: Observer,
-        layout: Layout,
+        values: torch.Tensor,
         folder: str,
         steps: int | None,
     ) -> None:
         self.ray, self.job, self.options, self.observer = ray, job, options, observer
-        self.layout, self.folder, self.steps = layout, folder, steps
+        self.values, self.folder, self.steps = values, folder, steps
         self.names: list[str] = []
         self.lives: dict[str, int] = {}
         self.losses: dict[str, int] = {}
@@ -110,10 +109,9 @@ class _Driver:
         self.notes: list[str] = []
         self.cpu_s = 0.0
         self.master: Any = None
-        vector_bytes = layout.size * layout.dtype.itemsize
         self.bounds: list[tuple[int, int]] = []
-        if vector_bytes > options.shard_bytes:
-            self.bounds = shard_bounds(layout.size, layout.dtype.itemsize, options.shard_bytes)
+        if values.nbytes > options.shard_bytes:
+            self.bounds = shard_bounds(values.numel(), values.itemsize, options.shard_bytes)
         self.shards: list[Any] = []
 
     def run(self) -> ClusterResult:
@@ -133,7 +131,7 @@ class _Driver:
     def _start_master(self) -> None:
         spec = MasterSpec(
             options=self.options.master(steps=self.steps),
-            statistics_from=self.layout.statistics_from,
+            statistics_from=self.job.statistics_from(),
             folder=self.folder,
             most_local_steps=self._most_local_steps(),
             plans=self.options.local_steps == "auto",
@@ -145,13 +143,13 @@ class _Driver:
             self.ray.get_runtime_context().get_node_id(), soft=True
         )  # beside the driver, whose disk has the checkpoints
         self.master = actor.options(scheduling_strategy=here, max_concurrency=1000).remote(spec, self.shards)
-        self.ray.get(self.master.begin.remote(as_array(self.layout.gather())))
+        self.ray.get(self.master.begin.remote(as_array(self.values)))
 
     def _name_workers(self) -> None:
         """One worker for each shard. A run that is resumed keeps its shards, and its workers' lives go on."""
         before: dict[str, int] = self.ray.get(self.master.lives.remote())
         asked = self.options.workers
-        cpus = max(1, int(self.ray.cluster_resources().get("CPU", 1)))
+        cpus = max(1, int(self.ray.cluster_resources().get("CPU", 1)) // self.options.cores)
         count: int = asked if asked != "auto" else len(before) or cpus
         self.job = replace(self.job, world_size=count)
         self.names = [f"worker-{rank}" for rank in range(count)]
@@ -159,11 +157,15 @@ class _Driver:
 
     def _most_local_steps(self) -> int:
         """At least eight pushes a pass: a guess at what staleness bears."""
-        total = self.job.total_steps or 1024
-        return max(1, total // (8 * max(1, self.job.world_size)))
+        total: int = self.job.total_steps or 1024
+        a_pass = total // max(1, self.job.passes or 1)
+        world: int = self.job.world_size
+        return max(1, a_pass // (8 * max(1, world)))
 
     def _start_worker(self, name: str) -> None:
-        actor = self.ray.remote(num_cpus=1, num_gpus=self.options.gpus, max_restarts=0)(WorkerActor)
+        actor = self.ray.remote(num_cpus=self.options.cores, num_gpus=self.options.gpus, max_restarts=0)(
+            WorkerActor
+        )
         rank = self.names.index(name)
         self.actors[name] = actor.remote(name, rank, self.lives[name])
         self.running[self.actors[name].run.remote(self.job_ref, self.master, self.shards, self.bounds)] = name
@@ -185,7 +187,7 @@ class _Driver:
                 "every node"
             )
         cpus = int(self.ray.cluster_resources().get("CPU", 0))
-        if cpus < len(self.names):
+        if cpus < len(self.names) * self.options.cores:
             self._note(
                 f"{len(self.names)} workers were asked for and the cluster has {cpus} CPUs: the others start "
                 "when a node with a free CPU joins"
@@ -244,7 +246,7 @@ class _Driver:
         self.ray.get(self.master.save.remote())
         status = self.ray.get(self.master.status.remote(*self.observer.standing()))
         found = self.ray.get(self.master.result.remote())
-        self.layout.scatter(shared_tensor(found["vector"]))
+        self.job.take(shared_tensor(found["vector"]))
         if found["came_back"]:
             self.notes.append("the master was lost and went on from its checkpoint")
         busy_s = found["compute_s"] + found["exchange_s"]

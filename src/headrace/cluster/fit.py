@@ -120,6 +120,7 @@ class _ClusterFitting(_Fitting):
             passes=rules.passes,
             total_steps=steps,
             compress=cluster.compress,
+            seed=options.seed,
         )
 
     def _decide_what_happened(self, result: ClusterResult) -> None:

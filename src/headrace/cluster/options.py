@@ -21,6 +21,8 @@ class ClusterOptions:
     address: str | None = None
     """None starts workers on this machine; "auto" finds the cluster that this machine belongs to;
     "ray://host:port" or "host:port" names one."""
+    cores: int = 1
+    """CPUs of each worker, for tasks whose steps are taken by threads without locks."""
     local_steps: int | Literal["auto"] = "auto"
     """B, steps between two pushes; "auto" keeps communication at a tenth of the time."""
     accept: int = 1
@@ -44,6 +46,8 @@ class ClusterOptions:
     def __post_init__(self) -> None:
         if self.workers != "auto" and (not _whole(self.workers) or self.workers < 1):
             raise OptionError(f"cluster workers={self.workers!r}: a whole number of at least 1, or 'auto'")
+        if not _whole(self.cores) or self.cores < 1:
+            raise OptionError(f"cores={self.cores!r}: each worker needs a whole number of at least 1")
         if self.local_steps != "auto" and (not _whole(self.local_steps) or self.local_steps < 1):
             raise OptionError(f"local_steps={self.local_steps!r}: a whole number of at least 1, or 'auto'")
         if self.address is None and self.workers == "auto":

@@ -17,8 +17,8 @@ from headrace.cluster.compress import Packed
 from headrace.engine.residence import take
 from headrace.types import Column, Columns, InMemory, Rows, Source
 
-Wire: TypeAlias = "tuple[int, NDArray[Any], bool, NDArray[Any] | None, Wire | None]"
-"""A `Packed`: size, values, whether they are bfloat16, positions, correction."""
+Wire: TypeAlias = "tuple[int, NDArray[Any], bool, NDArray[Any] | None, float, Wire | None]"
+"""A `Packed`: size, values, whether they are bfloat16, positions, decay, correction."""
 
 
 class SentSource:
@@ -69,16 +69,16 @@ def to_wire(packed: Packed | None) -> Wire | None:
     half = packed.values.dtype == torch.bfloat16
     values = packed.values.view(torch.int16) if half else packed.values
     positions = None if packed.positions is None else packed.positions.numpy()
-    return packed.size, values.numpy(), half, positions, to_wire(packed.correction)
+    return packed.size, values.numpy(), half, positions, packed.decay, to_wire(packed.correction)
 
 
 def from_wire(wire: Wire | None) -> Packed | None:
     if wire is None:
         return None
-    size, values, half, positions, correction = wire
+    size, values, half, positions, decay, correction = wire
     tensor = shared_tensor(values)
     places = None if positions is None else shared_tensor(positions)
-    return Packed(size, tensor.view(torch.bfloat16) if half else tensor, places, from_wire(correction))
+    return Packed(size, tensor.view(torch.bfloat16) if half else tensor, places, decay, from_wire(correction))
 
 
 def as_array(vector: Tensor) -> NDArray[Any]:

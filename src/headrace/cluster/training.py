@@ -31,7 +31,7 @@ from headrace.types import Buffer, Decision, Source
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What every worker is told; the same for all."""
+    """What every worker is told; the same for all. A `headrace.cluster.transport.Work`."""
 
     module: nn.Module
     data: Any
@@ -41,6 +41,19 @@ class Job:
     """Passes over its shard after which a worker has finished."""
     total_steps: int | None
     compress: Any = None
+    seed: int = 0
+
+    def values(self) -> Tensor:
+        return Layout.of(self.module).gather()
+
+    def statistics_from(self) -> int | None:
+        return Layout.of(self.module).statistics_from
+
+    def take(self, vector: Tensor) -> None:
+        Layout.of(self.module).scatter(vector)
+
+    def local(self, rank: int) -> TrainingSteps:
+        return TrainingSteps(self, rank)
 
 
 class TrainingSteps:

@@ -70,6 +70,8 @@ class Done:
     steps: int
     rows: int
     loss: float
+    decay: float = 1.0
+    """For steps λ ← (1 − ρ) λ + ρ λ̂: Π (1 − ρ), and an affine map is pushed instead of a difference."""
     place: Any = None
     finished: bool = False
     """The shard is used up."""
@@ -84,6 +86,48 @@ class LocalSteps(Protocol):
 
     def advance(self, vector: Tensor, steps: int) -> Done:
         """Take up to ``steps`` steps from ``vector``, which may be changed in place or left alone."""
+        ...
+
+
+class Work(Protocol):
+    """What a cluster trains: a module (`headrace.cluster.training.Job`), or another room's parameters and steps.
+
+    It is sent to every worker, so what it refers to must be importable there.
+    """
+
+    @property
+    def world_size(self) -> int:
+        """Workers, each with its shard; set by the driver with ``dataclasses.replace``."""
+        ...
+
+    @property
+    def total_steps(self) -> int | None: ...
+
+    @property
+    def passes(self) -> int | None:
+        """Passes of every worker over its shard; None for no limit."""
+        ...
+
+    @property
+    def compress(self) -> Any: ...
+
+    @property
+    def seed(self) -> int: ...
+
+    def values(self) -> Tensor:
+        """The first parameters, as one flat vector in CPU memory."""
+        ...
+
+    def statistics_from(self) -> int | None:
+        """Where running statistics begin, which are averaged; None when there are none."""
+        ...
+
+    def take(self, vector: Tensor) -> None:
+        """Called in the driver at the end: these are the trained parameters."""
+        ...
+
+    def local(self, rank: int) -> LocalSteps:
+        """The training of one worker, in its process."""
         ...
 
 
@@ -118,7 +162,7 @@ def converse(worker: str, life: int, local: LocalSteps, compressor: Compressor) 
                 ended_s - began_s,
                 exchange_s,
             )
-            answer = yield Message(push, compressor.pack(base, done.vector))
+            answer = yield Message(push, compressor.pack(base, done.vector, done.decay))
             exchange_s = time.perf_counter() - ended_s
         if done.finished:
             break

@@ -159,7 +159,12 @@ def _iterate(
             kept = active_b.nonzero()[:, 0]
             if not len(kept):
                 return result_bk, rounds_b
-            moving, rows_bnk, count_bn, floor_bn = moving[kept], rows_bnk[kept], count_bn[kept], floor_bn[kept]
+            moving, rows_bnk, count_bn, floor_bn = (
+                moving[kept],
+                rows_bnk[kept],
+                count_bn[kept],
+                floor_bn[kept],
+            )
             gamma_bk, active_b = gamma_bk[kept], active_b[kept]
     result_bk[moving] = gamma_bk
     return result_bk, rounds_b

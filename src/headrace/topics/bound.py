@@ -23,7 +23,6 @@ from headrace.topics.corpus import Corpus
 from headrace.topics.estep import RUN, copy_rows, in_threads, runs_of
 from headrace.topics.state import Scratch, Topics, aligned
 
-
 WordSum = Callable[[NDArray[Any], bool], float]
 """``(powers, collapsed)`` → `word_sum` of some documents, on whatever device holds the topics."""
 
@@ -45,14 +44,6 @@ def document_bound(gammas: NDArray[Any], alpha: NDArray[Any], word_sum: WordSum,
     in_threads(work, runs_of(len(gammas), RUN), jobs, "bound")
     value = sum(sorted(parts)) + word_sum(powers, False)
     return value + len(gammas) * float(gammaln(alpha.sum()) - np.sum(gammaln(alpha)))
-
-
-def completion_perplexity(gammas: NDArray[Any], words: float, word_sum: WordSum) -> float:
-    """exp(−log likelihood per word) of the hidden words under θ inferred from the observed ones."""
-    if words == 0:
-        return float("nan")
-    gammas = gammas.astype(np.float64)
-    return float(np.exp(-word_sum(gammas / gammas.sum(axis=1, keepdims=True), True) / words))
 
 
 def topic_bound(topics: Topics) -> float:

@@ -112,7 +112,9 @@ class DeviceTopics:
         for corpus, runs in chunks:
             resident = self.resident(corpus)
             for part in resident.divide(runs):
-                done = self.made_by.infer(resident, part, given, how, how.noise_at(step + part.first), self.jump)
+                done = self.made_by.infer(
+                    resident, part, given, how, how.noise_at(step + part.first), self.jump
+                )
                 self.made_by.add(fresh_vw, resident, part, given, done, 1.0)
                 rounds_b.append(done.rounds_b.sum())
                 tally.documents += part.documents

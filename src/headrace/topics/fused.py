@@ -1,12 +1,12 @@
 """Triton kernels for topic models: rows of B, inference of documents, steps of the topics, likelihoods.
 
-One program infers one document, from the start of γ to convergence, without a word to the host. It goes through
-two stages. In the first it reads all topics of its words in every iteration, tile by tile; both sums of an
-iteration (over topics for the words' shares, over words for the topics) use a tile while it is in registers.
-Topics that hold less than ``DROP`` words of the document leave, as in the compiled kernels (`kernels.py`), and
-when at most ``CAP`` are left, the second stage gathers those columns into registers once and iterates there:
-no memory is read until the document has converged. Then all topics are looked at once more; if one that left
-would take more than ``REVIVE`` words, everything begins again with all topics.
+One program infers one document without a word to the host, in three stages, a kernel each, so that none pays for the
+registers of another. `begin_kernel` reads all topics of the document's words in every iteration, tile by tile;
+both sums of an iteration (over topics for the words' shares, over words for the topics) use a tile while it is in
+registers. Topics that hold less than 1e-4 words of the document leave, as in the compiled kernels (`kernels.py`).
+When at most ``CAP`` are left, `few_kernel` gathers those columns into registers once and iterates there: no memory
+is read until the document has converged. `finish_kernel` looks at all topics once more; if one that left would take
+more than 1e-3 words, it goes on with all topics.
 
 `step_kernel` adds a mini-batch to the topics: a program owns one word, sums over the word's entries in the
 mini-batch (sorted beforehand), and writes the word's row. No atomic additions, so equal seeds give equal bits.
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
 
 @triton.jit
 def _digamma(x):
@@ -97,109 +98,175 @@ def _sweep(
     return tl.sum(sums, 0)
 
 
-@triton.jit(do_not_specialize=["first", "max_iter", "noise", "K"])
-def infer_kernel(
-    indptr, indices, counts, order, rows, floors, alpha, jumps, gammas, powers, shares, rounds_out,
-    first, K, width, enough, prior_mass, max_iter, noise,
-    COLLAPSED: tl.constexpr, HAS_EPS: tl.constexpr, HAS_NOISE: tl.constexpr, WANT_POWERS: tl.constexpr,
-    SINGLE: tl.constexpr, K_PAD: tl.constexpr, TILE: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """γ, e and the words' shares of document ``first + order[program]``."""
+@triton.jit
+def _place(indptr, order, first):
+    """The document of this program: (its number in the mini-batch, where its entries begin, how many)."""
     local = tl.load(order + tl.program_id(0)).to(tl.int64)
-    doc = first + local
-    lo = tl.load(indptr + doc)
-    n = (tl.load(indptr + doc + 1) - lo).to(tl.int32)
-    ks = tl.arange(0, K_PAD)
-    inside, stored = ks < K, ks < width
-    prior = tl.load(alpha + ks, mask=inside, other=1.0)
-    mass = prior_mass
+    lo = tl.load(indptr + first + local)
+    return local, lo, (tl.load(indptr + first + local + 1) - lo).to(tl.int32)
+
+
+@triton.jit
+def _mass(counts, lo, n, prior_mass, HAS_EPS: tl.constexpr):
+    """Σ of the prior and of the document's counts, where it is needed."""
+    mass = tl.full((), 0.0, tl.float32) + prior_mass
     if HAS_EPS:
-        for start in range(0, n, BLOCK):
-            i = start + tl.arange(0, BLOCK)
+        for start in range(0, n, 256):
+            i = start + tl.arange(0, 256)
             mass += tl.sum(tl.load(counts + lo + i, mask=i < n, other=0.0), 0)
+    return mass
+
+
+@triton.jit
+def _rounds(
+    indices, counts, floors, rows, shares, lo, n, mass, gamma, prior, mask, moved, rounds, least_words, K, width,
+    enough, max_iter, stay_above,
+    COLLAPSED: tl.constexpr, HAS_EPS: tl.constexpr, K_PAD: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Iterate with all topics that have not left, until convergence or until no more than ``stay_above`` are left.
+
+    Topics with less than ``least_words`` words leave.
+    """
+    ks = tl.arange(0, K_PAD)
+    live = tl.sum(mask, 0).to(tl.int32)
+    while (moved >= enough) & (rounds < max_iter) & (live > stay_above):
+        e = _power(gamma, COLLAPSED) * mask
+        words = e * _sweep(
+            indices, counts, floors, rows, shares, lo, n, mass, e, ks, ks < width, width, HAS_EPS, False, TILE, K_PAD,
+        )  # fmt: skip
+        new = tl.where(mask > 0.0, prior + words, gamma)
+        moved = tl.sum(tl.abs(new - gamma), 0)
+        gamma = new
+        rounds += 1
+        most = tl.max(words, 0)
+        leaves = words < tl.where(most >= least_words, least_words, 0.0)
+        mask = tl.where(leaves, 0.0, mask)
+        live = tl.sum(mask, 0).to(tl.int32)
+    return gamma, mask, moved, rounds
+
+
+@triton.jit(do_not_specialize=["first", "max_iter", "noise", "K"])
+def begin_kernel(
+    indptr, indices, counts, order, rows, floors, alpha, jumps, gammas, powers, moved_out, rounds_out,
+    first, K, width, enough, prior_mass, max_iter, noise,
+    COLLAPSED: tl.constexpr, HAS_EPS: tl.constexpr, HAS_NOISE: tl.constexpr, K_PAD: tl.constexpr, TILE: tl.constexpr,
+    CAP: tl.constexpr,
+):  # fmt: skip
+    """The first stage. ``powers`` gets 1 for topics that stay, 0 for those that left."""
+    local, lo, n = _place(indptr, order, first)
+    ks = tl.arange(0, K_PAD)
+    inside = ks < K
+    prior = tl.load(alpha + ks, mask=inside, other=1.0)
+    mass = _mass(counts, lo, n, prior_mass, HAS_EPS)
     gamma = tl.full((K_PAD,), 1.0, dtype=tl.float32)
     if HAS_NOISE:
         # The compiled kernels' generator: draw k is a_k × start + c_k modulo 2³².
-        draw = noise.to(tl.uint32) + (doc + 1).to(tl.uint32) * tl.full((), 2654435761, tl.uint32)
+        draw = noise.to(tl.uint32) + (first + local + 1).to(tl.uint32) * tl.full((), 2654435761, tl.uint32)
         a = tl.load(jumps + ks, mask=inside, other=0).to(tl.uint32)
         c = tl.load(jumps + K + ks, mask=inside, other=0).to(tl.uint32)
+        # A deviation of a tenth, from numbers that are uniform.
         gamma += 0.34641016151377546 * ((a * draw + c).to(tl.float32) * 2.3283064365386963e-10 - 0.5)
     mask = tl.where(inside, 1.0, 0.0)
-    rounds, done = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
-    least_words, moved = tl.full((), 1e-4, tl.float32), tl.full((), 0.0, tl.float32) + enough
-    while done == 0:
-        running = (rounds < max_iter).to(tl.int32)
-        live = tl.sum(mask, 0).to(tl.int32)
-        while running == 1:
-            e = _power(gamma, COLLAPSED) * mask
-            words = e * _sweep(
-                indices, counts, floors, rows, shares, lo, n, mass, e, ks, stored, width,
-                HAS_EPS, False, TILE, K_PAD,
-            )  # fmt: skip
-            new = tl.where(mask > 0.0, prior + words, gamma)
-            moved = tl.sum(tl.abs(new - gamma), 0)
-            gamma = new
-            rounds += 1
-            most = tl.max(words, 0)
-            leaves = words < tl.where(most >= least_words, least_words, 0.0)
-            mask = tl.where(leaves, 0.0, mask)
-            live = tl.sum(mask, 0).to(tl.int32)
-            running = ((moved >= enough) & (rounds < max_iter) & ((live > CAP) | (least_words == 0.0))).to(tl.int32)
-        if CAP > 0:
-            if (moved >= enough) & (rounds < max_iter):
-                cs = tl.arange(0, CAP)
-                place = tl.cumsum(mask, 0) - 1.0
-                hit = (place[None, :] == cs[:, None].to(tl.float32)) & (mask > 0.0)[None, :]
-                columns = tl.sum(tl.where(hit, ks[None, :], 0), 1)
-                g = tl.sum(tl.where(hit, gamma[None, :], 0.0), 1)
-                alphas = tl.sum(tl.where(hit, prior[None, :], 0.0), 1)
-                there = cs < live
-                g = tl.where(there, g, 1.0)
-                if SINGLE:
-                    i = tl.arange(0, BLOCK)
-                    word = tl.load(indices + lo + i, mask=i < n, other=0)
-                    count = tl.load(counts + lo + i, mask=i < n, other=0.0)
-                    at = word.to(tl.int64)[:, None] * width + columns[None, :]
-                    b = tl.load(rows + at, mask=(i < n)[:, None] & there[None, :], other=0.0)
-                    least = tl.full((BLOCK,), 1e-30, dtype=tl.float32)
-                    if HAS_EPS:
-                        least += mass * tl.load(floors + word, mask=i < n, other=0.0)
-                    while (moved >= enough) & (rounds < max_iter):
-                        e = tl.where(there, _power(g, COLLAPSED), 0.0)
-                        share = count / (tl.sum(b * e[None, :], 1) + least)
-                        new = tl.where(there, alphas + e * tl.sum(share[:, None] * b, 0), g)
-                        moved = tl.sum(tl.abs(new - g), 0)
-                        g = new
-                        rounds += 1
-                else:
-                    while (moved >= enough) & (rounds < max_iter):
-                        e = tl.where(there, _power(g, COLLAPSED), 0.0)
-                        words = e * _sweep(
-                            indices, counts, floors, rows, shares, lo, n, mass, e, columns, there, width,
-                            HAS_EPS, False, 4 * TILE, CAP,
-                        )  # fmt: skip
-                        new = tl.where(there, alphas + words, g)
-                        moved = tl.sum(tl.abs(new - g), 0)
-                        g = new
-                        rounds += 1
-                gamma = tl.where(mask > 0.0, tl.sum(tl.where(hit, g[:, None], 0.0), 0), gamma)
+    moved = tl.full((), 0.0, tl.float32) + enough
+    rounds, least_words = tl.full((), 0, tl.int32), tl.full((), 1e-4, tl.float32)
+    gamma, mask, moved, rounds = _rounds(
+        indices, counts, floors, rows, moved_out, lo, n, mass, gamma, prior, mask, moved, rounds, least_words, K, width,
+        enough, max_iter, CAP, COLLAPSED, HAS_EPS, K_PAD, TILE,
+    )  # fmt: skip
+    tl.store(gammas + local * K + ks, gamma, mask=inside)
+    tl.store(powers + local * width + ks, mask, mask=ks < width)
+    tl.store(moved_out + local, moved)
+    tl.store(rounds_out + local, rounds)
+
+
+@triton.jit(do_not_specialize=["first", "max_iter", "K"])
+def few_kernel(
+    indptr, indices, counts, order, rows, floors, alpha, gammas, powers, moved_out, rounds_out,
+    first, K, width, enough, prior_mass, max_iter,
+    COLLAPSED: tl.constexpr, HAS_EPS: tl.constexpr, K_PAD: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr,
+    SINGLE: tl.constexpr,
+):  # fmt: skip
+    """The second stage: the topics that stayed, to convergence. With SINGLE a document fits into one block."""
+    local, lo, n = _place(indptr, order, first)
+    moved, rounds = tl.load(moved_out + local), tl.load(rounds_out + local)
+    if (moved >= enough) & (rounds < max_iter):
+        mass = _mass(counts, lo, n, prior_mass, HAS_EPS)
+        ks, cs = tl.arange(0, K_PAD), tl.arange(0, CAP)
+        mask = tl.load(powers + local * width + ks, mask=ks < width, other=0.0)
+        place = tl.cumsum(mask, 0) - 1.0
+        hit = (place[None, :] == cs[:, None].to(tl.float32)) & (mask > 0.0)[None, :]
+        columns = tl.sum(tl.where(hit, ks[None, :], 0), 1)
+        there = cs < tl.sum(mask, 0).to(tl.int32)
+        g = tl.load(gammas + local * K + columns, mask=there, other=1.0)
+        prior = tl.load(alpha + columns, mask=there, other=1.0)
+        i = tl.arange(0, BLOCK)
+        if SINGLE:
+            word = tl.load(indices + lo + i, mask=i < n, other=0)
+            count = tl.load(counts + lo + i, mask=i < n, other=0.0)
+            # Topics × words: a thread then holds all topics of its words, and sums over them alone.
+            at = word.to(tl.int64)[None, :] * width + columns[:, None]
+            b = tl.load(rows + at, mask=there[:, None] & (i < n)[None, :], other=0.0)
+            least = tl.full((BLOCK,), 1e-30, dtype=tl.float32)
+            if HAS_EPS:
+                least += mass * tl.load(floors + word, mask=i < n, other=0.0)
+            while (moved >= enough) & (rounds < max_iter):
+                e = tl.where(there, _power(g, COLLAPSED), 0.0)
+                share = count / (tl.sum(b * e[:, None], 0) + least)
+                new = tl.where(there, prior + e * tl.sum(share[None, :] * b, 1), g)
+                moved = tl.sum(tl.abs(new - g), 0)
+                g = new
+                rounds += 1
+        else:
+            while (moved >= enough) & (rounds < max_iter):
+                e = tl.where(there, _power(g, COLLAPSED), 0.0)
+                words = e * _sweep(
+                    indices, counts, floors, rows, moved_out, lo, n, mass, e, columns, there, width,
+                    HAS_EPS, False, 64, CAP,
+                )  # fmt: skip
+                new = tl.where(there, prior + words, g)
+                moved = tl.sum(tl.abs(new - g), 0)
+                g = new
+                rounds += 1
+        tl.store(gammas + local * K + columns, g, mask=there)
+        tl.store(moved_out + local, moved)
+        tl.store(rounds_out + local, rounds)
+
+
+@triton.jit(do_not_specialize=["first", "max_iter", "K"])
+def finish_kernel(
+    indptr, indices, counts, order, rows, floors, alpha, gammas, powers, shares, moved_in, rounds_out,
+    first, K, width, enough, prior_mass, max_iter,
+    COLLAPSED: tl.constexpr, HAS_EPS: tl.constexpr, K_PAD: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Look at the topics that left; then γ, e and the words' shares are final."""
+    local, lo, n = _place(indptr, order, first)
+    ks = tl.arange(0, K_PAD)
+    inside, stored = ks < K, ks < width
+    prior = tl.load(alpha + ks, mask=inside, other=1.0)
+    gamma = tl.load(gammas + local * K + ks, mask=inside, other=1.0)
+    mask = tl.load(powers + local * width + ks, mask=stored, other=0.0)
+    mass = _mass(counts, lo, n, prior_mass, HAS_EPS)
+    moved, rounds = tl.load(moved_in + local), tl.load(rounds_out + local)
+    looking = tl.full((), 1, tl.int32)
+    while looking == 1:
         e = _power(gamma, COLLAPSED)
         sums = _sweep(
             indices, counts, floors, rows, shares, lo, n, mass, e * mask, ks, stored, width,
             HAS_EPS, True, TILE, K_PAD,
         )  # fmt: skip
         missed = tl.max(tl.where(inside & (mask == 0.0), e * sums, 0.0), 0)
-        if (missed > 1e-3) & (moved < enough) & (rounds < max_iter):
+        looking = ((missed > 1e-3) & (moved < enough) & (rounds < max_iter)).to(tl.int32)
+        if looking == 1:
+            # Everybody is back, and nobody leaves any more.
             mask = tl.where(inside, 1.0, 0.0)
-            least_words = least_words * 0.0
-            moved = moved * 0.0 + enough
-        else:
-            done = done + 1
+            gamma, mask, moved, rounds = _rounds(
+                indices, counts, floors, rows, shares, lo, n, mass, gamma, prior, mask, moved * 0.0 + enough, rounds,
+                moved * 0.0, K, width, enough, max_iter, 0, COLLAPSED, HAS_EPS, K_PAD, TILE,
+            )  # fmt: skip
     if n == 0:
         gamma = prior
     tl.store(gammas + local * K + ks, gamma, mask=inside)
-    if WANT_POWERS:
-        tl.store(powers + local * width + ks, _power(gamma, COLLAPSED) * mask, mask=stored)
+    tl.store(powers + local * width + ks, _power(gamma, COLLAPSED) * mask, mask=stored)
     tl.store(rounds_out + local, tl.where(n > 0, rounds, 0))
 
 

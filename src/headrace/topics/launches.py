@@ -11,13 +11,13 @@ from headrace.topics.batched import Inferred, Tables
 from headrace.topics.estep import Inference
 from headrace.topics.resident import Part, Resident
 
-CLASSES = ((128, 2, 16), (512, 4, 32), (1024, 8, 32))
-"""Documents of up to so many distinct words: so many warps, and words read at a time. Longer documents do not
-hold their words in registers."""
+SWEEP = (4, 16)
+"""Warps, and words read at a time, of the stages that read all topics."""
+CLASSES = ((128, 1), (512, 4), (1024, 8))
+"""Documents of up to so many distinct words: so many warps in the stage that holds them in registers. Longer
+documents are read again in every iteration."""
 LIVE = 16
 """Topics a document may keep when it goes on in registers."""
-OPTIONS: dict[str, int] = {}
-"""More for Triton's compiler, such as ``maxnreg``."""
 
 
 def _power_of_two(number: int) -> int:
@@ -47,35 +47,41 @@ def infer(
     alpha_k = torch.from_numpy(how.alpha.copy()).to(device, non_blocking=True)
     gammas_bk = torch.empty(part.documents, topics, device=device)
     powers_bw = torch.empty(part.documents, width, device=device)
+    moved_b = torch.empty(part.documents, device=device)
     rounds_b = torch.empty(part.documents, dtype=torch.int32, device=device)
     shares_e = torch.empty(len(resident.counts), device=device)
-    enough = how.tol * topics
-    start = 0
-    for block, warps, tile, stop, single in _classes(part):
-        if stop > start:
-            fused.infer_kernel[(stop - start,)](
-                resident.indptr, resident.indices, resident.counts, part.order[start:stop], given.rows_vw,
-                given.scales_v if given.floors_v is None else given.floors_v, alpha_k, jump, gammas_bk,
-                powers_bw, shares_e, rounds_b, part.first, topics, width, enough, float(how.alpha.sum()),
-                how.max_iter, noise, COLLAPSED=how.collapsed, HAS_EPS=given.floors_v is not None,
-                HAS_NOISE=bool(noise), WANT_POWERS=True, SINGLE=single, K_PAD=_power_of_two(width), TILE=tile,
-                CAP=LIVE if topics > LIVE else 0, BLOCK=block, num_warps=warps,
-                **OPTIONS,
-            )  # fmt: skip
-        start = stop
+    floors_v = given.scales_v if given.floors_v is None else given.floors_v
+    documents = (resident.indptr, resident.indices, resident.counts)
+    numbers = (part.first, topics, width, how.tol * topics, float(how.alpha.sum()), how.max_iter)
+    kind = {"COLLAPSED": how.collapsed, "HAS_EPS": given.floors_v is not None, "K_PAD": _power_of_two(width)}
+    warps, tile = SWEEP
+    few = LIVE if topics > LIVE else 0
+    if not part.documents:
+        return Inferred(gammas_bk, powers_bw, shares_e, rounds_b)
+    fused.begin_kernel[(part.documents,)](
+        *documents, part.order, given.rows_vw, floors_v, alpha_k, jump, gammas_bk, powers_bw, moved_b, rounds_b,
+        *numbers, noise, **kind, HAS_NOISE=bool(noise), TILE=tile, CAP=few, num_warps=warps,
+    )  # fmt: skip
+    for block, block_warps, start, stop, single in _classes(part) if few else ():
+        fused.few_kernel[(stop - start,)](
+            *documents, part.order[start:stop], given.rows_vw, floors_v, alpha_k, gammas_bk, powers_bw, moved_b,
+            rounds_b, *numbers, **kind, CAP=few, BLOCK=block, SINGLE=single, num_warps=block_warps,
+        )  # fmt: skip
+    fused.finish_kernel[(part.documents,)](
+        *documents, part.order, given.rows_vw, floors_v, alpha_k, gammas_bk, powers_bw, shares_e, moved_b, rounds_b,
+        *numbers, **kind, TILE=tile, num_warps=warps,
+    )  # fmt: skip
     return Inferred(gammas_bk, powers_bw, shares_e, rounds_b)
 
 
 def _classes(part: Part) -> list[tuple[int, int, int, int, bool]]:
-    """(words in a block, warps, tile, end of its documents in the order, whether the block holds a document)."""
-    # Lengths fall; how many documents are longer than a class's limit is where the class begins.
-    longer = [int(np.searchsorted(-part.lengths, -limit, side="left")) for limit, _, _ in CLASSES]
-    block, warps, tile = CLASSES[-1]
-    found = [(block, warps, tile, longer[-1], False)]
-    ends = [part.documents, *longer[:-1]]
-    for (block, warps, tile), end in reversed(list(zip(CLASSES, ends, strict=True))):
-        found.append((block, warps, tile, end, True))
-    return found
+    """(words in a block, warps, first and last in the order, whether the block holds a whole document)."""
+    # Lengths fall: documents longer than a class's limit come first.
+    longer = [int(np.searchsorted(-part.lengths, -limit, side="left")) for limit, _ in CLASSES]
+    found = [(*CLASSES[-1], 0, longer[-1], False)]
+    for (block, warps), start, stop in zip(CLASSES, longer, [part.documents, *longer], strict=False):
+        found.append((block, warps, start, stop, True))
+    return [entry for entry in found if entry[3] > entry[2]]
 
 
 def add(

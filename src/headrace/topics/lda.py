@@ -41,7 +41,9 @@ class LatentDirichletAllocation(ClassNamePrefixFeaturesOutMixin, TransformerMixi
     held_out: documents to measure on after every pass, or the share (0 to 1) of the documents to set aside
     for     it; the perplexities are in ``history_``.
     n_jobs: threads, which share the topics without a lock. With None or 1 a fit is reproducible bit for bit.
-    device: ``"cpu"`` (compiled kernels), or ``"cuda"`` / ``"torch"`` (torch, batched).
+    device: ``"cpu"`` (compiled kernels), ``"cuda"`` (Triton kernels), or ``"torch"`` (torch, batched).
+    cluster: learn on several machines: what `headrace.fit` takes, such as 3, ``"auto"`` or an address. Each worker
+    runs n_jobs threads. How it went is in ``cluster_``.
     """
 
     __metadata_request__perplexity = {"sub_sampling": None}  # noqa: RUF012
@@ -68,6 +70,7 @@ class LatentDirichletAllocation(ClassNamePrefixFeaturesOutMixin, TransformerMixi
         learn_priors: bool = False,
         held_out: Any = None,
         device: str = "cpu",
+        cluster: Any = None,
     ) -> None:
         self.n_components = n_components
         self.doc_topic_prior = doc_topic_prior
@@ -88,6 +91,7 @@ class LatentDirichletAllocation(ClassNamePrefixFeaturesOutMixin, TransformerMixi
         self.learn_priors = learn_priors
         self.held_out = held_out
         self.device = device
+        self.cluster = cluster
 
     # Learning
 
@@ -99,26 +103,30 @@ class LatentDirichletAllocation(ClassNamePrefixFeaturesOutMixin, TransformerMixi
         self.random_state_ = check_random_state(self.random_state)
         documents, observed, hidden = self._set_aside(documents)
         learner = self._begin(settings, documents)
-        started = time.perf_counter()
-        last_bound = None
-        for number in range(1 if documents.once else self.max_iter):
-            done = self._one_pass(learner, documents)
-            if observed is not None and hidden is not None:
-                self._remember(number + 1, done, time.perf_counter() - started, learner, observed, hidden)
-            if self.evaluate_every and self.evaluate_every > 0 and (number + 1) % self.evaluate_every == 0:
-                bound = learner.perplexity(documents)
-                self._say(f"iteration: {number + 1} of max_iter: {self.max_iter}, perplexity: {bound:.4f}")
-                if last_bound and abs(last_bound - bound) < self.perp_tol:
+        after = _AfterPass(self, learner, documents, observed, hidden)
+        if self.cluster is not None:
+            self._together(X, settings, learner, documents, after)
+        else:
+            for _ in range(1 if documents.once else self.max_iter):
+                if after(self._one_pass(learner, documents)):
                     break
-                last_bound = bound
-            else:
-                self._say(f"iteration: {number + 1} of max_iter: {self.max_iter}")
-            self.n_iter_ += 1
         self._keep(learner)
         if not documents.once:
             # A stream is gone by now; everything else can be read once more.
             self.bound_ = learner.perplexity(documents)
         return self
+
+    def _together(
+        self, X: Any, settings: Settings, learner: Learner, documents: Documents, after: _AfterPass
+    ) -> None:
+        """`fit` with ``cluster=``; the learner has the topics afterwards."""
+        from headrace.topics.together import learn_together
+
+        path = None if documents.in_memory else X
+        settings = replace(settings, noise=self._noise)
+        self.cluster_ = learn_together(
+            settings, learner, documents, path, self.cluster, self.max_iter, float(self.total_samples), after
+        )
 
     def partial_fit(self, X: Any, y: Any = None) -> LatentDirichletAllocation:
         """Take one online step per mini-batch of ``X``, which stands for ``total_samples`` documents."""
@@ -179,15 +187,6 @@ class LatentDirichletAllocation(ClassNamePrefixFeaturesOutMixin, TransformerMixi
             documents, held = documents.split(share, self.random_state_)
         observed, hidden = split_words(held)
         return documents, observed, hidden
-
-    def _remember(
-        self, passes: int, done: int, seconds: float, learner: Learner, observed: Corpus, hidden: Corpus
-    ) -> None:
-        perplexity = learner.completion(observed, hidden)
-        before = self.history_[-1]["documents"] if self.history_ else 0
-        self.history_.append(
-            {"pass": passes, "documents": before + done, "seconds": seconds, "perplexity": perplexity}
-        )
 
     def _say(self, line: str) -> None:
         if self.verbose:
@@ -369,3 +368,45 @@ class LatentDirichletAllocation(ClassNamePrefixFeaturesOutMixin, TransformerMixi
 
         model: LatentDirichletAllocation = load(cls, Path(path))
         return model
+
+
+class _AfterPass:
+    """What a fit does after every pass: measure, say, decide whether to stop."""
+
+    def __init__(
+        self,
+        model: LatentDirichletAllocation,
+        learner: Learner,
+        documents: Documents,
+        observed: Corpus | None,
+        hidden: Corpus | None,
+    ) -> None:
+        self.model, self.learner, self.documents = model, learner, documents
+        self.observed, self.hidden = observed, hidden
+        self.started_s, self.done = time.perf_counter(), 0
+        self.last_bound: float | None = None
+
+    def __call__(self, done: int, passes: int = 1) -> bool:
+        """True when the bound has settled."""
+        model, learner = self.model, self.learner
+        self.done += done
+        model.n_iter_ += passes
+        line = f"iteration: {model.n_iter_} of max_iter: {model.max_iter}"
+        if self.observed is not None and self.hidden is not None:
+            seconds = time.perf_counter() - self.started_s
+            perplexity = learner.completion(self.observed, self.hidden)
+            model.history_.append(
+                {"pass": model.n_iter_, "documents": self.done, "seconds": seconds, "perplexity": perplexity}
+            )
+        every = model.evaluate_every
+        if not every or every < 0 or model.n_iter_ % every:
+            model._say(line)
+            return False
+        bound = learner.perplexity(self.documents)
+        model._say(f"{line}, perplexity: {bound:.4f}")
+        if self.last_bound and abs(self.last_bound - bound) < model.perp_tol:
+            # scikit-learn does not count the pass that it stops at.
+            model.n_iter_ -= passes
+            return True
+        self.last_bound = bound
+        return False

@@ -35,9 +35,11 @@ class Rate:
 
     offset: float = 10.0
     decay: float = 0.7
+    workers: int = 1
+    """Machines that learn together: of all their steps, this one's step s is about t = workers × s."""
 
     def at(self, step: int) -> float:
-        return float(min((self.offset + step) ** -self.decay, MOST))
+        return float(min((self.offset + self.workers * step) ** -self.decay, MOST))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -69,13 +69,18 @@ class TopicTask:
         return tally
 
     def pull(self, topics_vk: NDArray[Any] | Tensor, step: int | None = None) -> None:
-        """Go on from these λ (V × K); ``step`` is the number of the next mini-batch among all machines."""
-        values = np.asarray(topics_vk, dtype=np.float32)
+        """Go on from these λ (V × K), ``step`` is the number of the next mini-batch among all machines."""
         learner = self.learner
+        # Compressed pushes of others may leave a count a little below its prior.
+        values = np.maximum(np.asarray(topics_vk, dtype=np.float32), np.float32(learner.topics.prior))
         learner.topics = Topics.from_components(values.T, learner.topics.prior)
         if step is not None:
             learner.step = step
-        self._pulled_vk, self._decay, self._documents = values.copy(), 1.0, 0
+        self._pulled_vk, self._decay, self._documents = values, 1.0, 0
+
+    def learned(self) -> tuple[NDArray[np.float32], float]:
+        """λ as it is now, and Π (1 − ρ) since the last `pull`."""
+        return self._lambda(), self._decay
 
     def push(self) -> Push:
         """What the steps since the last `pull` did to λ; the task goes on from where it is."""
