@@ -188,7 +188,8 @@ class GraphStepper:
             for size in sizes:
                 self.optimizer.zero_grad(set_to_none=True)
                 graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph):
+                # A loader's thread may wait for its own copies meanwhile; that is no business of this capture.
+                with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                     self._updates(stretch, counting, size)
                 graphs[size] = graph
         finally:
