@@ -126,7 +126,11 @@ def stepper_of(optimizer: torch.optim.Optimizer) -> Callable[[], object]:
 
     LeNet on two cores: plain SGD's own step takes 50 to 70 µs for ten parameters, one call of ``_foreach_add_`` 10.
     """
-    if not is_plain_sgd(optimizer) or optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+    if (
+        not is_plain_sgd(optimizer)
+        or optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+    ):
         return optimizer.step
     group = optimizer.param_groups[0]
     if group["fused"] or group["differentiable"] or isinstance(group["lr"], torch.Tensor):
