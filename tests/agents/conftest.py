@@ -14,6 +14,4 @@ if HERE not in sys.path:
     sys.path.insert(0, HERE)
 
 if importlib.util.find_spec("gymnasium") is None:
-    collect_ignore = [
-        f"test_{name}.py" for name in ("agent", "driver", "gradients", "learning", "workers")
-    ]
+    collect_ignore = [f"test_{name}.py" for name in ("agent", "driver", "gradients", "learning", "workers")]

@@ -179,7 +179,9 @@ class GraphStepper:
             for size in (UPDATES_PER_REPLAY, 1):
                 self.optimizer.zero_grad(set_to_none=True)
                 graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph):
+                # "thread_local": the loader's copier may wait for its stream while this thread captures. With torch's
+                # default that wait is an error in the copier, and it breaks the capture too.
+                with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                     for _ in range(size):
                         self._one(columns, offsets, accumulate)
                 graphs[size] = graph
