@@ -54,7 +54,7 @@ def train(
     batch_size: Annotated[int | None, typer.Option(help="Examples per batch.")] = None,
     accumulate: Annotated[int | None, typer.Option(help="Batches per update.")] = None,
     clip: Annotated[float | None, typer.Option(help="Largest norm of a gradient.")] = None,
-    precision: Annotated[str | None, typer.Option(help="fp32 or bf16.")] = None,
+    precision: Annotated[str | None, typer.Option(help="fp32, tf32 (CUDA) or bf16.")] = None,
     validation: Annotated[
         str | None, typer.Option(help="A path, or a share of the rows such as 0.1.")
     ] = None,

@@ -30,6 +30,7 @@ from headrace.engine.steps import Stepper
 from headrace.engine.stopping import StopRules
 from headrace.engine.task import TorchTask, check_labels
 from headrace.engine.threads import ThreadTrial, candidates
+from headrace.errors import OptionError
 from headrace.hardware import measure
 from headrace.hardware.system import usable_cores
 from headrace.plan import capture_ladder, choose_layout, data_memory
@@ -179,6 +180,8 @@ class _Fitting:
         options = self.options
         device, why = choose_device(device_name)
         self.decide("device", str(device), why)
+        if options.precision == "tf32" and device.type != "cuda":
+            raise OptionError(f"precision='tf32' needs a CUDA device, this run is on {device}; leave fp32")
         source, held, found = open_data(self.data, options)
         for d in found.decisions:
             self.decide(d.name, d.value, d.reason)
@@ -321,14 +324,18 @@ def _torch_settings(options: FitOptions) -> Iterator[None]:
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
     was = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     benchmark, threads = torch.backends.cudnn.benchmark, torch.get_num_threads()
+    products = torch.get_float32_matmul_precision()
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(options.seed)
         if options.deterministic:
             torch.use_deterministic_algorithms(True)
             torch.backends.cudnn.benchmark = False
+        if options.precision == "tf32":
+            torch.set_float32_matmul_precision("high")
         try:
             yield
         finally:
             torch.use_deterministic_algorithms(was[0], warn_only=was[1])
             torch.backends.cudnn.benchmark = benchmark
+            torch.set_float32_matmul_precision(products)
             torch.set_num_threads(threads)

@@ -1,8 +1,10 @@
 """Steps captured in CUDA graphs: several updates a replay, the gather and the counters on the device.
 
 Invariant: between two host reads nothing is copied from the device. The order, the columns and the step sizes
-lie at fixed addresses; a device counter walks over them. What capture needs but training must not see (warm-up
-updates) is undone: parameters, buffers, optimizer state and random state are put back in place.
+lie at fixed addresses; a device counter walks over them. A replay gathers the rows and the step sizes of all
+its updates at once, and every update takes slices: ten small kernels a replay, not an update. What capture needs
+but training must not see (warm-up updates) is undone: parameters, buffers, optimizer state and random state are
+put back in place.
 
 The very first update of a run is taken eagerly: it creates the optimizer's state at addresses that the graph
 can then use, whatever that state is. Short last batches are eager too. When a capture fails, the next way is
@@ -15,7 +17,7 @@ Short-coming: a buffer whose columns move (two device slots) is captured once pe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -27,8 +29,11 @@ from headrace.types import Columns
 
 Graphs: TypeAlias = "dict[int, torch.cuda.CUDAGraph]"
 """Updates a replay → the graph that takes them."""
+Batch: TypeAlias = "tuple[tuple[Tensor, ...], Tensor]"
+"""Inputs and target."""
 
-UPDATES_PER_REPLAY = 16  # a replay costs the host about 10 µs; at 16 updates that is under 1 µs each
+UPDATES_PER_REPLAY = (16, 4, 1)  # a replay costs the host about 10 µs; at 16 updates that is under 1 µs each
+ROWS_AHEAD_BYTES = 64 << 20  # the most that the gathered rows of one replay may take; a guess
 MOST_SLOTS = 4  # graphs hold their activations; more slots than two host buffers can make is a bug
 
 
@@ -59,17 +64,20 @@ class GraphStepper:
         self.refused: list[str] = []
         self.task, self.optimizer = task, optimizer
         device = task.device
-        for group in optimizer.param_groups:
-            group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=device)
+        self.eager_rates = [
+            torch.as_tensor(group["lr"], dtype=torch.float32, device=device)
+            for group in optimizer.param_groups
+        ]
+        self._take_rates(self.eager_rates)
         groups = len(optimizer.param_groups)
         self.order = torch.zeros(longest_order, dtype=torch.int64, device=device)
-        self.offsets: dict[int, Tensor] = {}  # by batch size; graphs read them for as long as they live
+        self.row_ids = torch.zeros_like(self.order) if before_batch is not None else None
+        self.counted: list[Tensor] = []  # what graphs read must live as long as they do
         self.cursor = torch.zeros((), dtype=torch.int64, device=device)
-        self.slot = torch.zeros(1, dtype=torch.int64, device=device)
+        self.slot = torch.zeros((), dtype=torch.int64, device=device)
         self.losses = torch.zeros(window, device=device)
         self.rates = torch.zeros(window, groups, device=device)
-        self.host_rates = [torch.zeros(window, groups, pin_memory=True) for _ in range(2)]
-        self.turn = 0
+        self.host_rates = [_HostRates(window, groups) for _ in range(2)]
         self.graphs: dict[tuple[int, ...], Graphs] = {}
         self.loaded: tuple[int, int, int] | None = None
         self.stepped = bool(optimizer.state)
@@ -105,10 +113,8 @@ class GraphStepper:
 
     def _replay(self, stretch: Stretch, graphs: Graphs, done: int, full: int) -> None:
         self._load(stretch)
-        host = self.host_rates[self.turn]
-        self.turn = 1 - self.turn
-        host[:full] = torch.tensor(stretch.rates[:full])
-        self.rates[:full].copy_(host[:full], non_blocking=True)
+        self.host_rates.append(self.host_rates.pop(0))
+        self.host_rates[0].send(stretch.rates[:full], self.rates)
         self.cursor.fill_(stretch.start + done * stretch.group)
         self.slot.fill_(done)
         left = full - done
@@ -123,6 +129,9 @@ class GraphStepper:
         key = (stretch.buffer.pass_index, stretch.buffer.index, stretch.buffer.round)
         if key != self.loaded:
             self.order[: len(stretch.buffer.order)].copy_(stretch.buffer.order)
+            ids = stretch.buffer.row_ids
+            if self.row_ids is not None and ids is not None:
+                self.row_ids[: len(ids)].copy_(ids)
             self.loaded = key
 
     def _graphs_for(self, stretch: Stretch) -> Graphs | None:
@@ -131,6 +140,7 @@ class GraphStepper:
             *(c.data_ptr() for c in stretch.buffer.columns.values()),
             stretch.batch_size,
             stretch.accumulate,
+            stretch.buffer.row_ids is not None,
         )
         if key not in self.graphs:
             if len(self.graphs) >= MOST_SLOTS:
@@ -162,57 +172,94 @@ class GraphStepper:
 
     def _capture(self, stretch: Stretch) -> Graphs:
         before = _snapshot(self.task, self.optimizer)
-        columns, batch, accumulate = stretch.buffer.columns, stretch.batch_size, stretch.accumulate
-        offsets = self.offsets.setdefault(batch, torch.arange(batch, device=self.order.device))
+        ahead = sum(column[:1].nbytes for column in stretch.buffer.columns.values()) * stretch.group
+        sizes = [n for n in UPDATES_PER_REPLAY if n == 1 or n * ahead <= ROWS_AHEAD_BYTES]
+        counting = torch.arange(sizes[0] * stretch.group, device=self.order.device)
         graphs: Graphs = {}
         try:
-            self.cursor.zero_()
-            self.slot.zero_()
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
                 for _ in range(3):
                     self.cursor.zero_()
                     self.slot.zero_()
-                    self._one(columns, offsets, accumulate)
+                    self._updates(stretch, counting, 1)
             torch.cuda.current_stream().wait_stream(side)
-            for size in (UPDATES_PER_REPLAY, 1):
+            for size in sizes:
                 self.optimizer.zero_grad(set_to_none=True)
                 graph = torch.cuda.CUDAGraph()
-                # "thread_local": the loader's copier may wait for its stream while this thread captures. With torch's
-                # default that wait is an error in the copier, and it breaks the capture too.
+                # A loader's thread may wait for its own copies meanwhile; that is no business of this capture.
                 with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                    for _ in range(size):
-                        self._one(columns, offsets, accumulate)
+                    self._updates(stretch, counting, size)
                 graphs[size] = graph
         finally:
+            self._take_rates(self.eager_rates)
             _restore(before, self.task, self.optimizer)
+        self.counted.append(counting)
         return graphs
 
-    def _one(self, columns: Columns, offsets: Tensor, accumulate: int) -> None:
-        """One update as the graph records it: everything it reads or writes has a fixed address."""
-        rates = self.rates.index_select(0, self.slot)[0]
-        for number, group in enumerate(self.optimizer.param_groups):
-            group["lr"].copy_(rates[number])
+    def _take_rates(self, rates: Sequence[Tensor]) -> None:
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+
+    def _updates(self, stretch: Stretch, counting: Tensor, size: int) -> None:
+        """So many updates as the graph records them: everything they read or write has a fixed address."""
+        batch, accumulate = stretch.batch_size, stretch.accumulate
+        slots = self.slot + counting[:size]
+        rates = self.rates.index_select(0, slots)
+        index = self.order.index_select(0, self.cursor + counting[: size * accumulate * batch])
+        batches = self._batches({n: c.index_select(0, index) for n, c in stretch.buffer.columns.items()})
+        if self.row_ids is not None and stretch.buffer.row_ids is not None:
+            index = self.row_ids.index_select(0, index)
+        totals = []
+        for update in range(size):
+            self._take_rates(rates[update].unbind())
+            first = update * accumulate * batch
+            parts = [slice(first + k * batch, first + (k + 1) * batch) for k in range(accumulate)]
+            totals.append(self._one(batches, index, parts))
+        self.losses.index_copy_(0, slots, torch.stack(totals).float())
+        self.cursor.add_(len(index))
+        self.slot.add_(size)
+
+    def _batches(self, rows: Columns) -> Callable[[slice], Batch]:
+        """Slices of the gathered rows as inputs and target; a user's transform sees one batch at a time."""
+        if self.task.prepare.transform is not None:
+            return lambda part: self.task.prepare({name: values[part] for name, values in rows.items()})
+        inputs, target = self.task.prepare(rows)
+        return lambda part: (tuple(x[part] for x in inputs), target[part])
+
+    def _one(self, batches: Callable[[slice], Batch], index: Tensor, parts: Sequence[slice]) -> Tensor:
+        """One update from these slices of the gathered rows; returns the mean loss."""
         self.optimizer.zero_grad(set_to_none=True)
         total: Tensor | None = None
-        for _ in range(accumulate):
-            index = self.order.index_select(0, self.cursor + offsets)
-            batch = {name: column.index_select(0, index) for name, column in columns.items()}
+        for part in parts:
             if self.before_batch is not None:
-                self.before_batch(index)
-            loss = self.loss(*self.task.prepare(batch))
-            if accumulate > 1:
-                loss = loss / accumulate
+                self.before_batch(index[part])
+            loss = self.loss(*batches(part))
+            if len(parts) > 1:
+                loss = loss / len(parts)
             loss.backward()
             total = loss.detach() if total is None else total + loss.detach()
-            self.cursor.add_(len(offsets))
         if self.eager.clip is not None:
             torch.nn.utils.clip_grad_norm_(self.eager.parameters, self.eager.clip)
         self.optimizer.step()
         assert total is not None
-        self.losses.index_copy_(0, self.slot, total.reshape(1).float())
-        self.slot.add_(1)
+        return total
+
+
+class _HostRates:
+    """Step sizes on their way to the device: pinned, and not written again before they have left."""
+
+    def __init__(self, window: int, groups: int) -> None:
+        self.pinned = torch.zeros(window, groups, pin_memory=True)
+        self.left = torch.cuda.Event()
+
+    def send(self, rates: Sequence[Sequence[float]], to: Tensor) -> None:
+        self.left.synchronize()
+        here = self.pinned[: len(rates)]
+        here.copy_(torch.tensor(rates))
+        to[: len(rates)].copy_(here, non_blocking=True)
+        self.left.record()
 
 
 def _snapshot(task: TorchTask, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

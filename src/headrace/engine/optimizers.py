@@ -121,6 +121,31 @@ def is_plain_sgd(optimizer: torch.optim.Optimizer) -> bool:
     return not (group["momentum"] or group["nesterov"] or group["maximize"])
 
 
+def stepper_of(optimizer: torch.optim.Optimizer) -> Callable[[], object]:
+    """What applies the gradients: ``optimizer.step``, or the same sums without its bookkeeping.
+
+    LeNet on two cores: plain SGD's own step takes 50 to 70 µs for ten parameters, one call of ``_foreach_add_`` 10.
+    """
+    if (
+        not is_plain_sgd(optimizer)
+        or optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+    ):
+        return optimizer.step
+    group = optimizer.param_groups[0]
+    if group["fused"] or group["differentiable"] or isinstance(group["lr"], torch.Tensor):
+        return optimizer.step
+
+    def step() -> None:
+        held = [p for p in group["params"] if p.grad is not None]
+        grads: list[torch.Tensor] = [p.grad for p in held]
+        if group["weight_decay"]:
+            grads = list(torch._foreach_add(grads, held, alpha=group["weight_decay"]))
+        torch._foreach_add_(held, grads, alpha=-group["lr"])
+
+    return torch.no_grad()(step)
+
+
 def match_strides(optimizer: torch.optim.Optimizer) -> None:
     """Lay the loaded state out as the parameters are: fused kernels walk both by address."""
     for parameter, state in optimizer.state.items():

@@ -15,7 +15,7 @@ from typing import Any
 from headrace.errors import OptionError, unknown
 
 CAPTURES = ("auto", "graph", "compile", "chain", "eager")
-PRECISIONS = ("fp32", "bf16")
+PRECISIONS = ("fp32", "tf32", "bf16")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ class FitOptions:
     clip: float | None = None
     """Largest norm of the gradient of one update."""
     precision: str = "fp32"
-    """fp32, or bf16 for autocast."""
+    """fp32; tf32 for products of float32 on a CUDA device's tensor cores; bf16 for autocast."""
     validation: Any = None
     """Data to validate on: anything `open_source` takes, or a fraction of the rows to hold out."""
     metrics: Mapping[str, Any] = field(default_factory=dict)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from headrace.engine.chain import Chain
-from headrace.engine.optimizers import set_rates
+from headrace.engine.optimizers import set_rates, stepper_of
 from headrace.engine.residence import gather
 from headrace.engine.task import TorchTask
 from headrace.types import Buffer
@@ -90,6 +90,7 @@ class EagerStepper:
         self.before_batch = before_batch
         self.loss = loss or task.loss
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self.apply_gradients = stepper_of(optimizer)
         self._rates: tuple[float, ...] | None = None
 
     def run(self, stretch: Stretch) -> None:
@@ -106,11 +107,12 @@ class EagerStepper:
 
     def update(self, stretch: Stretch, first: int, last: int) -> Tensor:
         """One update from the positions first..last; returns the mean loss."""
-        self.optimizer.zero_grad(set_to_none=True)
+        for parameter in self.parameters:
+            parameter.grad = None
         total = self.backward(stretch, first, last)
         if self.clip is not None:
             nn.utils.clip_grad_norm_(self.parameters, self.clip)
-        self.optimizer.step()
+        self.apply_gradients()
         return total
 
     def backward(self, stretch: Stretch, first: int, last: int) -> Tensor:
