@@ -38,6 +38,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import mmap
 import os
 import resource
 import subprocess
@@ -52,26 +53,31 @@ import torch
 from headrace.engine.loader import Loader
 
 BATCH = 256
+PART = 64 << 20
 ROW = 3072
 DEVICE = {"name": "cpu"}
 
 
 def write(folder: Path, rows: int) -> None:
-    """The data, unless a run before left them."""
+    """The data, unless a run before left them: a part of noise again and again, written past the page cache."""
     if (folder / "x.npy").exists() and np.load(folder / "x.npy", mmap_mode="r").shape[0] == rows:
         return
-    x = np.lib.format.open_memmap(folder / "x.npy", mode="w+", dtype=np.uint8, shape=(rows, ROW))
-    rng = np.random.default_rng(0)
-    for start in range(0, rows, 20_000):
-        part = x[start : start + 20_000]
-        part[:] = rng.integers(0, 256, part.shape, dtype=np.uint8)
-    x.flush()
+    part = mmap.mmap(-1, PART)
+    np.frombuffer(part, np.uint8)[:] = np.random.default_rng(0).integers(0, 256, PART, dtype=np.uint8)
+    file = os.open(folder / "x.npy", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_DIRECT, 0o644)
+    for k in range(-(-(128 + rows * ROW) // PART)):
+        os.pwritev(file, [part], k * PART)
+    os.close(file)
+    words = f"{{'descr': '|u1', 'fortran_order': False, 'shape': ({rows}, {ROW}), }}"
+    with (folder / "x.npy").open("rb+") as out:
+        out.write(b"\x93NUMPY\x01\x00" + (118).to_bytes(2, "little") + words.ljust(117).encode() + b"\n")
+        out.truncate(128 + rows * ROW)
     np.save(folder / "y.npy", np.arange(rows) % 10)
 
 
 def forget(folder: Path) -> None:
     """Push the files out of the page cache."""
-    for path in folder.glob("*.npy"):
+    for path in (*folder.glob("*.npy"), *folder.glob("*.beton")):
         with path.open("rb") as file:
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -156,6 +162,39 @@ def spdl(folder: Path) -> Iterator[object]:
         yield from pipeline.get_iterator(timeout=60)
 
 
+def write_ffcv(folder: Path) -> Path:
+    """The same rows in FFCV's format."""
+    from ffcv.fields import IntField, NDArrayField
+    from ffcv.writer import DatasetWriter
+
+    path = folder / "rows.beton"
+    if not path.exists():
+        fields = {"x": NDArrayField(np.dtype("uint8"), (ROW,)), "y": IntField()}
+        DatasetWriter(str(path), fields, num_workers=2).from_indexed_dataset(Arrays(folder))
+    return path
+
+
+class Arrays(Rows):
+    """Examples as NumPy arrays, for FFCV's writer."""
+
+    def __getitem__(self, k: int) -> tuple[np.ndarray, int]:  # type: ignore[override]
+        return self.x[k].copy(), int(self.y[k])
+
+
+def ffcv(folder: Path) -> Iterator[object]:
+    """FFCV's order for data beyond memory, with threads of its own and without the page cache's help."""
+    from ffcv.fields.decoders import IntDecoder, NDArrayDecoder
+    from ffcv.loader import Loader as FFCVLoader
+    from ffcv.loader import OrderOption
+    from ffcv.transforms import ToTensor
+
+    yield from FFCVLoader(
+        str(folder / "rows.beton"), batch_size=BATCH, num_workers=2, order=OrderOption.QUASI_RANDOM,
+        os_cache=False, drop_last=False,
+        pipelines={"x": [NDArrayDecoder(), ToTensor()], "y": [IntDecoder(), ToTensor()]},
+    )  # fmt: skip
+
+
 SIDES: dict[str, Callable[[Path], Iterator[object]]] = {
     "headrace, direct": lambda f: headrace(f, direct=True),
     "headrace, page cache": lambda f: headrace(f, direct=False),
@@ -166,6 +205,7 @@ SIDES: dict[str, Callable[[Path], Iterator[object]]] = {
     "torchdata.nodes, batched memmap": nodes,
     "SPDL, batched memmap": spdl,
     "DataLoader, 2 workers": dataloader,
+    "FFCV, quasi-random": ffcv,
 }
 
 
@@ -178,11 +218,14 @@ def cpu() -> float:
 def measure(
     side: Callable[[Path], Iterator[object]], folder: Path, seconds: float, warm: bool
 ) -> tuple[float, float]:
-    """Samples per second and CPU microseconds per sample, opening and closing included."""
+    """Samples per second and CPU microseconds per sample, opening and closing included; but FFCV compiles for
+    seconds before its first batch, and its clock starts after that."""
     if not warm:
         forget(folder)
-    before, began, count = cpu(), time.perf_counter(), 0
     batches = side(folder)
+    if side is ffcv:
+        next(batches)
+    before, began, count = cpu(), time.perf_counter(), 0
     for batch in batches:
         count += len(batch[0])  # type: ignore[index]
         if time.perf_counter() - began > seconds:
@@ -193,13 +236,35 @@ def measure(
 
 
 def dd(folder: Path, warm: bool) -> float:
-    """What the disk gives dd, in bytes per second."""
+    """What the disk gives dd, in bytes per second, over at most 2 GB from a random place."""
     if not warm:
         forget(folder)
+    blocks = (folder / "x.npy").stat().st_size >> 22
+    count = min(blocks, 512)
+    skip = int(np.random.default_rng().integers(blocks - count + 1))
     began = time.perf_counter()
-    command = ["dd", f"if={folder / 'x.npy'}", "of=/dev/null", "bs=4M", "iflag=direct", "status=none"]
-    subprocess.run(command, check=True)
-    return (folder / "x.npy").stat().st_size / (time.perf_counter() - began)
+    command = ["dd", f"if={folder / 'x.npy'}", "of=/dev/null", "bs=4M", f"count={count}", f"skip={skip}"]
+    subprocess.run([*command, "iflag=direct", "status=none"], check=True)
+    return count * (4 << 20) / (time.perf_counter() - began)
+
+
+def chosen(options: argparse.Namespace, folder: Path) -> dict[str, Callable[[Path], Iterator[object]]]:
+    """The sides that were asked for and whose packages are here, each run for a moment to be compiled."""
+    found = {}
+    for name, side in SIDES.items():
+        if (options.only and not any(word in name for word in options.only)) or (
+            options.without and any(word in name for word in options.without)
+        ):
+            continue
+        try:
+            if side is ffcv:
+                write_ffcv(folder)
+            measure(side, folder, 0.1, warm=True)
+        except ImportError as error:
+            print(f"{name}: left out, {error}")
+            continue
+        found[name] = side
+    return found
 
 
 def main() -> None:
@@ -209,12 +274,13 @@ def main() -> None:
     )
     parser.add_argument("--rows", type=int, default=600_000)
     parser.add_argument("--seconds", type=float, default=4.0)
-    parser.add_argument("--repeats", type=int, default=4)
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument(
         "--device", default="cpu", help="where Headrace's batches go; the others stay on the CPU"
     )
     parser.add_argument("--warm", action="store_true", help="leave the files in the page cache")
     parser.add_argument("--only", nargs="*", default=None)
+    parser.add_argument("--without", nargs="*", default=None)
     parser.add_argument("--out", type=Path, default=None, help="a JSON file for the numbers")
     options = parser.parse_args()
     DEVICE["name"] = options.device
@@ -222,27 +288,32 @@ def main() -> None:
         folder = options.folder or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
         write(folder, options.rows)
-        best: dict[str, tuple[float, float]] = {}
-        disk = 0.0
+        sides = chosen(options, folder)
+        if options.warm:
+            np.load(folder / "x.npy", mmap_mode="r").sum(dtype=np.int64)
+        runs: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
+        disk: list[float] = []
         for _ in range(options.repeats):
-            disk = max(disk, dd(folder, options.warm))
-            for name, side in SIDES.items():
-                if options.only and not any(word in name for word in options.only):
-                    continue
-                try:
-                    found = measure(side, folder, options.seconds, options.warm)
-                except ImportError as error:
-                    print(f"{name}: left out, {error}")
-                    continue
-                rate, micros = best.get(name, found)
-                best[name] = (max(rate, found[0]), min(micros, found[1]))
-        first = best[next(iter(best))][0]
-        print(f"{options.rows} rows of {ROW} bytes; dd iflag=direct: {disk / 1e6:.0f} MB/s")
-        print("| side | samples/s | of dd's rate | CPU µs each | first side is faster by |")
-        for name, (rate, micros) in best.items():
-            print(f"| {name} | {rate:,.0f} | {rate * ROW / disk:.0%} | {micros:.2f} | {first / rate:.2f} × |")
-        if options.out:
-            options.out.write_text(json.dumps({"disk": disk, "sides": best}), encoding="utf-8")
+            for name, side in sides.items():
+                disk += [] if options.warm else [dd(folder, options.warm)]
+                runs[name].append(measure(side, folder, options.seconds, options.warm))
+        show(runs, disk, options)
+
+
+def show(runs: dict[str, list[tuple[float, float]]], disk: list[float], options: argparse.Namespace) -> None:
+    """The table: medians over the repeats."""
+    median = {name: tuple(float(v) for v in np.median(found, axis=0)) for name, found in runs.items()}
+    rate = float(np.median(disk)) if disk else 0.0
+    first = next(iter(median.values()))[0]
+    print(f"{options.rows} rows of {ROW} bytes; medians of {options.repeats}")
+    if disk:
+        print(f"dd iflag=direct: {rate / 1e6:.0f} MB/s, {min(disk) / 1e6:.0f} to {max(disk) / 1e6:.0f}")
+    print("| side | samples/s | of dd's rate | CPU µs each | first side is faster by |")
+    for name, (samples, micros) in median.items():
+        share = f"{samples * ROW / rate:.0%}" if rate else ""
+        print(f"| {name} | {samples:,.0f} | {share} | {micros:.2f} | {first / samples:.2f} × |")
+    if options.out:
+        options.out.write_text(json.dumps({"disk": disk, "sides": runs}), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Reading one buffer ahead through `Source.read`, for data that are not ranges of files.
 
 One thread reads: a dataset written by a user may not bear two. The buffers are ordinary tensors, so at most
-three lie in memory: the one in use, the one that waits, and the one being read.
+three lie in memory: the one in use, the one that waits, and the one being read. `stage.DeviceStage` brings them to a
+device; sparse columns, whose sizes differ, are moved when they are taken.
 """
 
 from __future__ import annotations
@@ -95,10 +96,16 @@ class ReadAhead:
     def release(self, loaded: Loaded) -> None:
         """The buffer's memory goes with its last reference."""
 
+    def stop(self) -> None:
+        """Read no more; whoever waits is woken and gets None."""
+        self._closed = True
+        self._permits.put(None)
+        self._ready.put(None)
+
     def close(self) -> None:
         """End the thread, after the read that it is in."""
-        self._closed = self._ended = True
-        self._permits.put(None)
+        self.stop()
+        self._ended = True
         self._thread.end()
 
 

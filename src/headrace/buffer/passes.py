@@ -76,6 +76,11 @@ class PassShape:
         return (0, *inner, stop - start)
 
     @property
+    def largest(self) -> int:
+        """Rows of the largest buffer."""
+        return max(last - first for first, last in itertools.pairwise(self.cuts))
+
+    @property
     def buffers(self) -> int:
         """Buffers in a pass; the same on every rank."""
         return len(self.cuts) - 1

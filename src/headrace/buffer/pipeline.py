@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias
 
+from torch import Tensor
+
 from headrace.buffer.passes import Ranges
 from headrace.buffer.ring import Fill, Ring
 from headrace.buffer.slots import Lane, Slot
@@ -63,12 +65,14 @@ class Loaded:
     rows: int
     columns: Columns
     load_s: float
-    """From the first job to the last."""
+    """What this buffer took: from its first job, or from the end of the buffer before where that came later."""
     bad: tuple[tuple[int, int], ...]
     """Positions that could not be read and are to be skipped."""
     failures: tuple[Exception, ...]
     fill: Any
     """What `release` needs; nobody else's business."""
+    row_ids: Tensor | None = None
+    """Position → row, on the device, where whoever brought the buffer there brought these too."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +108,7 @@ class Pipeline:
         self._ring = Ring(len(slots))
         self._recipes: dict[int, Recipe] = {}
         self._error: Exception | None = None
+        self._filled_s = 0.0
         self._closed = False
         self._jobs: queue.SimpleQueue[tuple[Fill, Recipe, Work] | None] = queue.SimpleQueue()
         self._events: queue.SimpleQueue[Done | Fill | None] = queue.SimpleQueue()
@@ -176,6 +181,10 @@ class Pipeline:
                 self._ready.put(self._loaded(full))
 
     def _loaded(self, fill: Fill) -> Loaded | Exception:
+        # With both slots free the jobs of two buffers are out at once, and the later ones wait for the earlier:
+        # counted from its first job, a buffer of a busy disk would seem to take up to twice its time.
+        load_s = fill.ended_s - max(fill.began_s, self._filled_s)
+        self._filled_s = fill.ended_s
         if fill.failures and self._on_error == "raise":
             return in_our_words(fill.failures[0])
         recipe = self._recipes[fill.slot]
@@ -183,7 +192,7 @@ class Pipeline:
             key=recipe.key,
             rows=recipe.rows,
             columns=self.slots[fill.slot].tensors(recipe.rows, recipe.leads),
-            load_s=fill.ended_s - fill.began_s,
+            load_s=max(load_s, 0.0),
             bad=tuple(sorted(set(fill.bad))),
             failures=tuple(fill.failures),
             fill=fill,

@@ -1,10 +1,14 @@
-"""Host slots → device slots, on a copy stream of its own, so that the device computes while the next buffer
+"""Host buffers → device slots, on a copy stream of its own, so that the device computes while the next buffer
 comes.
 
-One thread takes full host slots, waits until a device slot is free, copies, waits until the copy is complete
-and only then frees the host slot and publishes the device slot. A device slot is free when the consumer has
+One thread takes full host buffers, waits until a device slot is free, copies, waits until the copy is complete
+and only then frees the host buffer and publishes the device slot. A device slot is free when the consumer has
 released it *and* the device has passed the event recorded at that moment: the consumer's own work on it may
 still be queued.
+
+A slot's columns are published at their full capacity, of which the first ``rows`` are valid: a captured step
+bakes in where a column lies and how long it is, so neither may change from buffer to buffer. The rows' numbers
+come through the same stream, so that nothing that follows a buffer waits for the device.
 
 Without CUDA the same code copies from memory to memory, which is how it is tested.
 """
@@ -13,13 +17,30 @@ from __future__ import annotations
 
 import queue
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
-from headrace.buffer.pipeline import Loaded, Pause, Pipeline, nothing
+from headrace.buffer.passes import row_numbers
+from headrace.buffer.pipeline import Loaded, Pause, nothing
+from headrace.buffer.slots import Lane
 from headrace.buffer.worker import Worker
 from headrace.types import Columns
+
+
+class HostStage(Protocol):
+    """Whoever has full buffers in host memory."""
+
+    def start(self) -> None: ...
+
+    def take(self) -> Loaded | None: ...
+
+    def release(self, loaded: Loaded) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -28,22 +49,31 @@ class DeviceSlot:
 
     index: int
     columns: Columns
+    row_ids: Tensor
 
 
 class DeviceStage:
-    """Brings a pipeline's buffers to the device, in order."""
+    """Brings a host stage's buffers to the device, in order."""
 
     def __init__(
-        self, pipeline: Pipeline, device: torch.device, *, slots: int = 2, pause: Pause = nothing
+        self,
+        host: HostStage,
+        lanes: tuple[Lane, ...],
+        rows: int,
+        device: torch.device,
+        *,
+        slots: int = 2,
+        pause: Pause = nothing,
     ) -> None:
-        self.pipeline = pipeline
+        self.host = host
         self._device = device
         self._pause = pause
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._free: queue.SimpleQueue[tuple[DeviceSlot, Any] | None] = queue.SimpleQueue()
         self._ready: queue.SimpleQueue[Loaded | Exception | None] = queue.SimpleQueue()
         self._ended = False
-        self.slots = [self._make_slot(k) for k in range(slots)]
+        self._numbers = torch.empty(rows, dtype=torch.int64, pin_memory=self._stream is not None)
+        self.slots = [make_slot(k, lanes, rows, device) for k in range(slots)]
         for slot in self.slots:
             self._free.put((slot, None))
         self._thread = Worker("copier", self._copy_all)
@@ -51,27 +81,17 @@ class DeviceStage:
     def start(self) -> None:
         """Start the readers and the copier. Whoever calls this holds the stage, and closes it whatever
         happens."""
-        self.pipeline.start()
+        self.host.start()
         self._thread.start()
 
     @property
     def nbytes(self) -> int:
         """Bytes of device memory that the slots take."""
-        return sum(values.nbytes for slot in self.slots for values in slot.columns.values())
-
-    def _make_slot(self, index: int) -> DeviceSlot:
-        host = self.pipeline.slots[0]
-        return DeviceSlot(
-            index,
-            {
-                lane.name: torch.empty((host.capacity, *lane.shape), dtype=lane.dtype, device=self._device)
-                for lane in host.lanes
-            },
-        )
+        return sum(values.nbytes for slot in self.slots for values in (*slot.columns.values(), slot.row_ids))
 
     def _copy_all(self) -> None:
         try:
-            while (loaded := self.pipeline.take()) is not None:
+            while (loaded := self.host.take()) is not None:
                 free = self._free.get()
                 if free is None:
                     return
@@ -92,13 +112,15 @@ class DeviceStage:
         else:
             self._enqueue(loaded, slot)
         self._pause("copied")
-        self.pipeline.release(loaded)
-        columns = {name: values[: loaded.rows] for name, values in slot.columns.items()}
-        return replace(loaded, columns=columns, fill=slot)
+        self.host.release(loaded)
+        return replace(loaded, columns=slot.columns, row_ids=slot.row_ids[: loaded.rows], fill=slot)
 
     def _enqueue(self, loaded: Loaded, slot: DeviceSlot) -> None:
         for name, values in loaded.columns.items():
             slot.columns[name][: loaded.rows].copy_(values, non_blocking=True)
+        # The last copy from these numbers is complete: `_copy` waited for it.
+        self._numbers.numpy()[: loaded.rows] = row_numbers(loaded.key)
+        slot.row_ids[: loaded.rows].copy_(self._numbers[: loaded.rows], non_blocking=True)
 
     def take(self) -> Loaded | None:
         """The next buffer, complete on the device; None at the end of the plan."""
@@ -119,12 +141,18 @@ class DeviceStage:
         self._free.put((loaded.fill, event))
 
     def close(self) -> None:
-        """End the copier and the pipeline behind it; device memory goes with the last reference."""
+        """End the copier and the stage behind it; device memory goes with the last reference."""
         self._ended = True
         self._free.put(None)
-        # The copier may wait for a host slot: closing the pipeline wakes it. It may be copying: then the
-        # memory must stay until it is done, so the pipeline's slots go only after the thread has ended.
-        self.pipeline.stop()
+        # The copier may wait for a host buffer: stopping the stage wakes it. It may be copying: then the
+        # memory must stay until it is done, so the host's slots go only after the thread has ended.
+        self.host.stop()
         self._thread.end()
-        self.pipeline.close()
+        self.host.close()
         self.slots = []
+
+
+def make_slot(index: int, lanes: tuple[Lane, ...], rows: int, device: torch.device) -> DeviceSlot:
+    """Uninitialised memory for so many rows."""
+    columns = {lane.name: torch.empty((rows, *lane.shape), dtype=lane.dtype, device=device) for lane in lanes}
+    return DeviceSlot(index, columns, torch.empty(rows, dtype=torch.int64, device=device))

@@ -25,7 +25,7 @@ from headrace.buffer.ahead import ReadAhead
 from headrace.buffer.cook import SpanCook
 from headrace.buffer.passes import PassShape, Ranges, pass_ranges, row_numbers
 from headrace.buffer.pipeline import Loaded, OnError, Pause, Pipeline, nothing
-from headrace.buffer.slots import Slot
+from headrace.buffer.slots import Lane, Slot
 from headrace.buffer.stage import DeviceStage
 from headrace.engine.residence import load
 from headrace.engine.reuse import Reuse
@@ -114,7 +114,7 @@ class Stage(Protocol):
 class Reading:
     """How buffers are read."""
 
-    threads: int = 4
+    threads: int = 8
     direct: bool = False
     on_error: OnError = "raise"
     slots: int = 2
@@ -144,7 +144,6 @@ class BufferedFeed:
         self._next: tuple[int, int] | None = None
         self._finalizer: Any = None
         self._shares: list[np.ndarray[Any, Any]] | None = []
-        self._dtypes = {column.name: column.dtype for column in source.columns}
 
     # ------------------------------------------------------------------ passes
 
@@ -188,29 +187,34 @@ class BufferedFeed:
 
     def _make_stage(self, pass_index: int, first: int) -> Stage:
         steps = buffer_plan(self.shape, pass_index, first, endless=self._endless)
+        cuda = self.device.type == "cuda"
+        lanes = tuple(Lane(c.name, c.dtype, c.shape) for c in self.source.columns)
+        rows = self.shape.largest
         if not self._spanned:
-            return ReadAhead(self.source, steps, self.device, on_error=self.reading.on_error)
+            fixed = cuda and not any(column.sparse for column in self.source.columns)
+            read_to = torch.device("cpu") if fixed else self.device
+            ahead = ReadAhead(self.source, steps, read_to, on_error=self.reading.on_error)
+            return DeviceStage(ahead, lanes, rows, self.device) if fixed else ahead
         assert isinstance(self.source, Spanned)
         cook = SpanCook(
-            self.source.stored(), self.source.spans(), block=self.shape.block, direct=self.reading.direct
-        )
-        cuda = self.device.type == "cuda"
-        rows = max(last - first for first, last in itertools.pairwise(self.shape.cuts))
+            self.source.stored(), self.source.spans(), block=self.shape.block, direct=self.reading.direct,
+            served={column.name: column.dtype for column in self.source.columns},
+        )  # fmt: skip
         slots = [Slot(cook.lanes, rows, pinned=cuda) for _ in range(self.reading.slots)]
         pipeline = Pipeline(
             cook, steps, slots, threads=self.reading.threads, on_error=self.reading.on_error,
             pause=self.reading.pause,
         )  # fmt: skip
-        return DeviceStage(pipeline, self.device) if cuda else pipeline
+        return DeviceStage(pipeline, lanes, rows, self.device) if cuda else pipeline
 
     # ------------------------------------------------------------------ buffers
 
     def _filled(self, loaded: Loaded, index: int) -> Filled:
-        numbers = row_numbers(loaded.key)
-        # Stored types become served ones here, on the device; columns of equal type are not copied.
-        columns = {name: loaded.columns[name].to(dtype) for name, dtype in self._dtypes.items()}
-        self._look_at_labels(columns)
-        row_ids = torch.from_numpy(numbers).to(self.device)
+        columns = {column.name: loaded.columns[column.name] for column in self.source.columns}
+        self._look_at_labels(columns, loaded.rows)
+        row_ids = loaded.row_ids
+        if row_ids is None:
+            row_ids = torch.from_numpy(row_numbers(loaded.key)).to(self.device)
         return Filled(columns, loaded.rows, index, row_ids, loaded.bad)
 
     def _count(self, loaded: Loaded) -> None:
@@ -223,12 +227,12 @@ class BufferedFeed:
             room = 100 - len(self.statistics.failures)
             self.statistics.failures += [str(error) for error in loaded.failures][:room]
 
-    def _look_at_labels(self, columns: Columns) -> None:
+    def _look_at_labels(self, columns: Columns, rows: int) -> None:
         """Warn once when the first buffers' labels are unlike."""
         target = next((c for c in self.source.columns if c.role == "target"), None)
         if self._shares is None or target is None or target.shape or target.dtype != torch.int64:
             return
-        values = columns[target.name].cpu().numpy()
+        values = columns[target.name][:rows].cpu().numpy()
         if len(values) == 0 or values.min() < 0 or values.max() > 100_000:
             self._shares = None
             return

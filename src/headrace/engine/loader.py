@@ -73,7 +73,7 @@ class Loader:
         world_size: int = 1,
         block: int | Literal["auto"] = "auto",
         direct: bool | Literal["auto"] = "auto",
-        threads: int = 4,
+        threads: int = 8,
         on_error: Literal["raise", "skip"] = "raise",
     ) -> None:
         """

@@ -123,6 +123,6 @@ class RoundClock:
             seconds = [end - begin for begin, end in self._done]
             self._done = []
             return seconds
-        ready = [pair for pair in self._done if pair[1].query()]
-        self._done = [pair for pair in self._done if not pair[1].query()]
-        return [begin.elapsed_time(end) / 1000 for begin, end in ready]
+        asked = [(pair, pair[1].query()) for pair in self._done]
+        self._done = [pair for pair, passed in asked if not passed]
+        return [begin.elapsed_time(end) / 1000 for (begin, end), passed in asked if passed]

@@ -9,8 +9,10 @@ from typing import Any, Literal
 
 import torch
 
+from headrace.buffer.cook import KEPT_BYTES
 from headrace.buffer.passes import PassShape
 from headrace.buffer.pipeline import OnError
+from headrace.buffer.reads import JOB_BYTES
 from headrace.engine.feed import BufferedFeed, Feed, Reading, ResidentFeed
 from headrace.engine.placement import MEMORY_SHARE, show
 from headrace.engine.residence import free_memory, row_bytes
@@ -19,12 +21,14 @@ from headrace.errors import OptionError, unknown
 from headrace.order.basic import SequentialOrder
 from headrace.types import Order, Plan, Source, Spanned, State
 
-BLOCK_BYTES = 768 << 10
-"""Larger blocks read little faster: measured on two busy cores, blocks of 192 kB, 768 kB and 3 MB came at 0.6, 0.35 and
-0.25 µs of CPU for a row of 3 kB."""
+BLOCK_BYTES = 3 << 20
+"""Larger blocks read no faster: measured on two quiet cores, blocks of 768 kB, 3 MB and 12 MB came at 3.1, 3.8 and 3.8
+GB/s and at 0.33, 0.18 and 0.17 µs of CPU for a row of 3 kB."""
 BLOCKS_IN_BUFFER = 256
 """At least so many blocks make up a buffer, however small it is; fewer would mix badly. A guess."""
 SECTOR = 512
+ORDER_BYTES = 8 * 2 + 8 * 7
+"""For each row of a buffer on a device: the row numbers of two slots, two orders, and what drawing one takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +47,8 @@ class LoaderOptions:
     world_size: int = 1
     direct: bool | Literal["auto"] = "auto"
     """Read past the page cache; "auto" does so when the files exceed memory."""
-    threads: int = 4
-    """Threads that read files."""
+    threads: int = 8
+    """Threads that read files; they wait for the disk, so more than cores are well used."""
     on_error: OnError = "raise"
     """"skip" leaves out rows that cannot be read, and counts them."""
 
@@ -81,7 +85,7 @@ def make_feed(source: Source, device: torch.device, plan: Plan, options: LoaderO
         return ResidentFeed(source, device, plan, shape, reuse)
     per_row = stored_row_bytes(source)
     block, why = choose_block(source, per_row, int(plan["buffer_bytes"]), options, order)
-    rows = max(1, int(plan["buffer_bytes"] // per_row))
+    rows = max(1, int(plan["buffer_bytes"] // row_bytes(source)))
     natural = getattr(source, "block_rows", None) is not None
     shape = replace(shape, block=block, buffer_rows=rows, shift=not natural)
     plan = plan.with_("block", block, why)
@@ -95,8 +99,22 @@ def buffered(
     """A feed that reads part after part."""
     direct, why = choose_direct(source, options)
     plan = plan.with_("direct_io", direct, why)
+    plan = declare_memory(plan, source, device, shape, options.threads)
     reading = Reading(threads=options.threads, direct=direct, on_error=options.on_error)
     return BufferedFeed(source, device, plan, shape, reuse, reading)
+
+
+def declare_memory(plan: Plan, source: Source, device: torch.device, shape: PassShape, threads: int) -> Plan:
+    """What the buffers take at most, before anything is reserved; tests measure it."""
+    slots = int(2 * shape.largest * row_bytes(source))
+    host = slots + 2 * KEPT_BYTES + (threads + 1) * 2 * JOB_BYTES
+    plan = plan.with_("host_bytes", host, "two slots, what the readers need, and narrow columns kept whole")
+    if device.type == "cpu":
+        return plan
+    drawn = shape.largest * ORDER_BYTES
+    return plan.with_(
+        "device_bytes", slots + drawn, "two slots, the numbers of their rows, and orders over them"
+    )
 
 
 def resume_feed(feed: Feed, device: torch.device, saved: State, options: LoaderOptions) -> Feed:
@@ -115,7 +133,7 @@ def resume_feed(feed: Feed, device: torch.device, saved: State, options: LoaderO
 
 
 def stored_row_bytes(source: Source) -> float:
-    """Bytes of one row as they lie in a slot."""
+    """Bytes of one row as they lie in files."""
     if isinstance(source, Spanned) and not any(column.sparse for column in source.columns):
         return sum(t.dtype.itemsize * math.prod(t.shape[1:]) for t in source.stored().values())
     return row_bytes(source)
