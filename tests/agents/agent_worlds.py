@@ -170,6 +170,19 @@ def hold_the_lock(store: Any) -> None:
         os._exit(7)
 
 
+class Waits(Match):
+    """`Match` that goes on after ``before`` steps only once the file ``gate`` is there."""
+
+    def __init__(self, gate: str, before: int) -> None:
+        self.gate, self.left = Path(gate), before
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        while not self.left and not self.gate.exists():
+            time.sleep(0.01)
+        self.left = max(self.left - 1, 0)
+        return super().step(action)
+
+
 class NeverStarts(gymnasium.vector.VectorEnv):
     """A NEXT_STEP vector environment whose every reset step ends again."""
 
