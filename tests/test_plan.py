@@ -14,6 +14,7 @@ from headrace.plan import (
     CAPTURES,
     Workload,
     capture_ladder,
+    choose_convolutions,
     choose_device,
     choose_layout,
     choose_threads,
@@ -97,7 +98,7 @@ def ladder(hardware: Hardware, workload: Workload) -> list[str]:
         (LAPTOP, LENET, "cpu", "eager", "channels_last", 8),
         (TWO_CORES, MLP, "cpu", "chain", "contiguous", 2),
         (TWO_CORES, replace(MLP, deterministic=True), "cpu", "chain", "contiguous", 1),
-        (TWO_CORES, replace(LENET, batch_size=1), "cpu", "eager", "channels_last", 1),
+        (TWO_CORES, replace(LENET, batch_size=1), "cpu", "eager", "contiguous", 1),
         (TWO_CORES, LENET, "cpu", "eager", "channels_last", 2),
         (UNMEASURED, LENET, "cpu", "eager", "channels_last", 2),
     ],
@@ -201,6 +202,23 @@ def test_a_batch_that_cannot_fit_is_said_before_it_fails() -> None:
 
 def test_layout_of_dense_models_is_left_alone() -> None:
     assert choose_layout(TWO_CORES, MLP).value == "contiguous"
+
+
+@pytest.mark.parametrize(
+    ("hardware", "change", "convolutions", "layout"),
+    [
+        (TWO_CORES, {"batch_size": 1}, "plain", "contiguous"),
+        (TWO_CORES, {"batch_size": 64}, "library", "channels_last"),
+        (TWO_CORES, {"batch_size": 1, "bf16": True}, "library", "channels_last"),
+        (H200, {"batch_size": 1}, "library", "contiguous"),
+    ],
+)
+def test_small_updates_on_cores_take_plain_convolutions(
+    hardware: Hardware, change: dict[str, Any], convolutions: str, layout: str
+) -> None:
+    work = replace(LENET, flops_per_row=2.5e6, convolutions=True, **change)
+    assert choose_convolutions(hardware, work).value == convolutions
+    assert choose_layout(hardware, work).value == layout
 
 
 machines = st.builds(

@@ -33,6 +33,9 @@ COMPILE_GAIN = 0.28
 THREAD_WORK_S = 100e-6
 """One-core work per step below which a second thread only waits: on two cores a LeNet step of one example
 (0.14 ms by this file's estimate) gained nothing, 16 examples (0.4 ms) gained 1.2 ×, 64 gained 1.6 ×."""
+PLAIN_CONVOLUTION_FLOPS = 8e6
+"""Of one update, below which torch's plain convolutions beat oneDNN's. LeNets on images of 8, 28 and 32 pixels, one
+core: 1.55 to 2.25 × as fast at batch 1, 1.2 × at 10e6 operations, even at 13e6 to 20e6, half as fast far above."""
 PARAMETER_PASSES = 6
 """How often a step reads or writes each parameter or its gradient: forward, backward, update."""
 DEVICE_DATA_SHARE = 0.8
@@ -90,6 +93,7 @@ def plan(hardware: Hardware, workload: Workload) -> Plan:
     decisions = [
         device,
         capture_ladder(hardware, workload)[0],
+        choose_convolutions(hardware, workload),
         choose_layout(hardware, workload),
         choose_threads(hardware, workload),
         data_memory(hardware, workload),
@@ -197,11 +201,24 @@ def compile_pays(hardware: Hardware, workload: Workload) -> tuple[bool, str]:
     return saved > COMPILE_S, sums
 
 
+def choose_convolutions(hardware: Hardware, workload: Workload) -> Decision:
+    """Which convolutions: the library's, or torch's plain ones, which begin sooner and compute slower."""
+    if workload.bf16 or _accelerator(hardware, workload) is not None:
+        return _decide("convolutions", "library", "the device's own library has them")
+    if workload.flops >= PLAIN_CONVOLUTION_FLOPS:
+        return _decide("convolutions", "library", "one update is work enough for oneDNN's kernels")
+    return _decide(
+        "convolutions", "plain", "one update is so little work that oneDNN's preparations outweigh it"
+    )
+
+
 def choose_layout(hardware: Hardware, workload: Workload) -> Decision:
     """Images with the channels last or first."""
     if not workload.convolutions:
         return _decide("layout", "contiguous", "the model has no convolutions")
     if _accelerator(hardware, workload) is None:
+        if choose_convolutions(hardware, workload).value == "plain":
+            return _decide("layout", "contiguous", "the plain convolutions want the channels first")
         # LeNet, batch 64, two cores: 5.0 ms a step with channels first, 4.0 with channels last.
         return _decide("layout", "channels_last", "convolutions on cores run about a quarter faster")
     if workload.bf16:

@@ -15,7 +15,15 @@ import torch
 from headrace.engine.chain import Chain
 from headrace.engine.graph import GraphStepper
 from headrace.engine.optimizers import is_plain_sgd
-from headrace.engine.steps import BatchHook, ChainStepper, CompiledStepper, EagerStepper, Stepper, Stretch
+from headrace.engine.steps import (
+    BatchHook,
+    ChainStepper,
+    CompiledStepper,
+    EagerStepper,
+    Stepper,
+    Stretch,
+    plain_convolutions,
+)
 from headrace.engine.task import TorchTask
 from headrace.errors import OptionError
 from headrace.types import Decision
@@ -85,6 +93,8 @@ class StepParts:
     """Called with the rows of each batch before its forward."""
     chain: Chain | None
     why_no_chain: str
+    plain_convolutions: bool = False
+    """Eager steps use torch's own convolutions instead of oneDNN's."""
 
 
 def choose_stepper(ladder: Sequence[Decision], parts: StepParts, on_choice: OnChoice) -> Stepper:
@@ -143,4 +153,6 @@ def _candidate(decision: Decision, parts: StepParts) -> Candidate:
         return Candidate(
             "compile", decision.reason, lambda: CompiledStepper(parts.task, parts.optimizer, **common)
         )
+    if parts.plain_convolutions:
+        common["convolutions"] = plain_convolutions
     return Candidate("eager", decision.reason, lambda: EagerStepper(parts.task, parts.optimizer, **common))

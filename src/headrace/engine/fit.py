@@ -21,6 +21,7 @@ from headrace.engine.optimizers import make_optimizer
 from headrace.engine.options import FitOptions, describe_object
 from headrace.engine.planning import describe, why_no_chain
 from headrace.engine.records import Records
+from headrace.engine.reorder import pools_first
 from headrace.engine.run import Run
 from headrace.engine.schedules import make_schedule
 from headrace.engine.session import Parts, Session
@@ -33,7 +34,7 @@ from headrace.engine.threads import ThreadTrial, candidates
 from headrace.errors import OptionError
 from headrace.hardware import measure
 from headrace.hardware.system import usable_cores
-from headrace.plan import capture_ladder, choose_layout, data_memory
+from headrace.plan import capture_ladder, choose_convolutions, choose_layout, data_memory
 from headrace.report.progress import Progress
 from headrace.types import Columns, Plan, Source, State
 
@@ -268,10 +269,14 @@ class _Fitting:
         workload = describe(
             task, source, basis.few, options, optimizer, updates=steps, chain=chain is not None
         )
-        layout = choose_layout(hardware, workload)
-        self.decide(layout.name, layout.value, layout.reason)
+        layout, convolutions = choose_layout(hardware, workload), choose_convolutions(hardware, workload)
+        for d in (layout, convolutions) if workload.convolutions else (layout,):
+            self.decide(d.name, d.value, d.reason)
         if layout.value == "channels_last":
             task.module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        task.forward = pools_first(task.module)
+        if task.forward is not task.module:
+            self.decide("pooling", "before ReLU", "the same values and gradients with less work")
         data_memory(hardware, workload)  # says so when one batch does not fit
         parts = StepParts(
             task=task,
@@ -282,6 +287,7 @@ class _Fitting:
             before_batch=order.begin_batch if order is not None else None,
             chain=chain,
             why_no_chain=why,
+            plain_convolutions=convolutions.value == "plain",
         )
         return optimizer, choose_stepper(capture_ladder(hardware, workload), parts, self._late)
 

@@ -7,6 +7,7 @@ device: losses stay in ``stretch.losses`` until somebody reads them.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -70,6 +71,17 @@ BatchHook = Callable[[Tensor], None]
 """Called with the rows of a batch before its forward; balanced orders listen."""
 
 
+@contextlib.contextmanager
+def plain_convolutions() -> Iterator[None]:
+    """torch's own convolutions instead of oneDNN's, forward and backward."""
+    was = torch.backends.mkldnn.enabled
+    torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.backends.mkldnn.enabled = was
+
+
 class EagerStepper:
     """Autograd and torch.optim, one operation at a time."""
 
@@ -83,22 +95,25 @@ class EagerStepper:
         clip: float | None = None,
         before_batch: BatchHook | None = None,
         loss: Callable[[tuple[Tensor, ...], Tensor], Tensor] | None = None,
+        convolutions: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
         self.task = task
         self.optimizer = optimizer
         self.clip = clip
         self.before_batch = before_batch
         self.loss = loss or task.loss
+        self.convolutions = convolutions
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.apply_gradients = stepper_of(optimizer)
         self._rates: tuple[float, ...] | None = None
 
     def run(self, stretch: Stretch) -> None:
-        for update in range(stretch.updates):
-            first = stretch.start + update * stretch.group
-            last = min(first + stretch.group, stretch.stop)
-            self.set_rates(stretch.rates[update])
-            stretch.losses[update] = self.update(stretch, first, last)
+        with self.convolutions():
+            for update in range(stretch.updates):
+                first = stretch.start + update * stretch.group
+                last = min(first + stretch.group, stretch.stop)
+                self.set_rates(stretch.rates[update])
+                stretch.losses[update] = self.update(stretch, first, last)
 
     def set_rates(self, rates: tuple[float, ...]) -> None:
         if rates != self._rates:
