@@ -44,8 +44,8 @@ def test_one_hybrid_worker_is_the_synchronous_run_bit_for_bit() -> None:
 def test_a_killed_worker_is_replaced_and_the_run_reaches_its_target(tmp_path: Path) -> None:
     """Two workers; one is killed from outside in mid-run. Guessing has mean 5, the target is 9.
 
-    The environments wait after 50 steps until the death was noticed: otherwise a run on a machine that is busy with other
-    work may reach its target before the watching process looks at it for the first time.
+    The environments wait after 50 steps until the death was noticed: otherwise a run on a machine that is busy with
+    other work may reach its target before the watching process looks at it for the first time.
     """
     import multiprocessing
 
