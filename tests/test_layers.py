@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "engine": GROUND | STAGES | {"hardware", "plan"},
     **{name: GROUND | {"engine", "hardware", "plan"} for name in APPLICATIONS},
     # An estimator's cluster= is followed through `training`, so that no application knows another.
-    "topics": GROUND | {"engine", "hardware", "plan", "training"},
+    **{name: GROUND | {"engine", "hardware", "plan", "training"} for name in ("topics", "agents")},
     "training": {"engine", "cluster"},
     "papers": GROUND | STAGES | APPLICATIONS | {"engine", "hardware", "plan"},
     "cli": GROUND | STAGES | APPLICATIONS | {"engine", "hardware", "plan", "papers", "training"},

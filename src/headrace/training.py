@@ -31,8 +31,20 @@ Progress = Callable[[dict[str, Any], Callable[[], Any]], bool]
 """``(status, vector)`` a few times a second; ``vector()`` fetches the parameters, True ends the run."""
 
 
-def run_on_cluster(work: Any, cluster: Any, progress: Progress, *, cores: int = 1) -> Any:
-    """Train a `headrace.cluster.transport.Work` and return the `ClusterResult`; ``cores`` CPUs for each worker."""
+def run_on_cluster(
+    work: Any,
+    cluster: Any,
+    progress: Progress,
+    *,
+    cores: int = 1,
+    steps: int | None = None,
+    additive: bool = False,
+) -> Any:
+    """Train a `headrace.cluster.transport.Work` and return the `ClusterResult`.
+
+    ``cores`` CPUs for each worker; at most ``steps`` steps of all. ``additive``: the values hold counts, which must
+    arrive as they were sent and be summed.
+    """
     from headrace.cluster.driver import Observer, run_cluster
     from headrace.cluster.options import ClusterOptions
 
@@ -41,6 +53,9 @@ def run_on_cluster(work: Any, cluster: Any, progress: Progress, *, cores: int = 
             return progress(status, vector)
 
     options = ClusterOptions.of(cluster)
+    if additive:
+        options.check_additive()
     options = replace(options, cores=max(cores, options.cores))
     workers = options.workers if isinstance(options.workers, int) else 0
-    return run_cluster(replace(work, compress=options.compress, world_size=workers), options, Listener())
+    work = replace(work, compress=options.compress, world_size=workers)
+    return run_cluster(work, options, Listener(), steps=steps)

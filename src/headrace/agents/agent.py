@@ -37,8 +37,10 @@ class ActorCritic:
 
     ``env`` is an id such as ``"CartPole-v1"``, a function that makes an environment, or a vector environment.
     ``policy`` is "auto", "mlp", "cnn", "lstm" or a torch module. ``workers=2`` and more learn in their own processes.
-    ``cluster`` is None, or an object whose ``open_store(names_to_arrays)`` gives a `types.ParameterStore` that
-    every worker can reach. All other options are the fields of `config.Config`.
+    ``cluster`` is None; what `headrace.fit` takes, such as 3, "auto" or an address, for workers on machines of a Ray
+    cluster (how it went is in ``cluster_``); or an object whose ``open_store(names_to_arrays)`` gives a
+    `types.ParameterStore` that every worker of this machine can reach.
+    All other options are the fields of `config.Config`.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class ActorCritic:
         self._loop: Loop | None = None
         self._apart: Any = None
         self.metrics_: list[dict[str, Any]] = []
+        self.cluster_: Any = None
         self.stopped_: str | None = None
         """Why the last `learn` ended."""
         self.steps_ = 0
@@ -106,9 +109,10 @@ class ActorCritic:
         if travels and made.env.num_envs != config.n_envs:
             made.env.close()
             made = self._make(config.n_envs)
-        if config.workers > 1 and not travels:
+        if (config.workers > 1 or self.cluster is not None) and not travels:
+            several = f"workers={config.workers}" if self.cluster is None else "the workers of a cluster"
             raise OptionError(
-                f"workers={config.workers} need an environment that each can make: give an id or a function instead "
+                f"{several} need an environment that each can make: give an id or a function instead "
                 f"of a {type(self.env).__name__}"
             )
         fast = self.module is None and is_handwritten(config)
@@ -172,7 +176,11 @@ class ActorCritic:
             if callback is not None:
                 callback(row)
 
-        if self.config.mode == "synchronous":
+        if self.cluster is not None and not hasattr(self.cluster, "open_store"):
+            from headrace.agents import together
+
+            stopped = together.run(self, goal, report)
+        elif self.config.mode == "synchronous":
             stopped = synchronous.run(self.config, self._ready_loop(), goal, report)
         else:
             from headrace.agents import supervisor

@@ -89,11 +89,6 @@ def run(agent: ActorCritic, goal: Goal, report: Report, records: Records) -> str
 def _open_store(agent: ActorCritic, context: Any, values: dict[str, Any]) -> Any:
     if agent.cluster is None:
         return SharedStore(context, values)
-    if not hasattr(agent.cluster, "open_store"):
-        raise OptionError(
-            f"cluster={agent.cluster!r} cannot hold an agent's parameters: it needs open_store(values), giving an "
-            "object with pull() and push(difference); leave it out to use this machine"
-        )
     return agent.cluster.open_store(values)
 
 
