@@ -236,10 +236,9 @@ def _update(layer: Any, first: Any, last: Any, rows: Any, pad: Any, keep: Any, s
             tall = 6 if at + 6 <= last else 1
             a, w = layer[DELTA] + at * line, layer[WEIGHT] + at * ld + start * 4
             v = 0
-            if width == PANEL and tall == 6:
-                if _WIDE:
-                    _update4(a, line, 4, panel, PANEL * 4, w, ld, rows, keep, a)
-                    v = PANEL
+            if width == PANEL and tall == 6 and _WIDE:
+                _update4(a, line, 4, panel, PANEL * 4, w, ld, rows, keep, a)
+                v = PANEL
             while v + 16 <= width:
                 if tall == 6:
                     _update1(a, line, 4, panel + v * 4, PANEL * 4, w + v * 4, ld, rows, keep, a)

@@ -77,9 +77,10 @@ def train(
     Returns how many rows were used, the sum of their losses, and whether a label was out of range. ``pairs``
     is empty for direct updates; ``bound`` is −1 for none.
     """
-    done, total, steps, since = 0, 0.0, 0, 0
+    done, total, since = 0, 0.0, 0
     seen, width, bad = _others(cells, me), cells.shape[1], False
-    for at in range(start, stop, batch):
+    for steps in range(1, 1 + (stop - start + batch - 1) // batch):
+        at = start + (steps - 1) * batch
         if fresh(address(cells), me * width + CANCEL) != token:
             break
         rows = min(batch, stop - at)
@@ -89,7 +90,6 @@ def train(
             break
         total += loss * rows
         done += rows
-        steps += 1
         since += 1
         cells[me, UPDATES] += 1
         cells[me, BEAT] += 1

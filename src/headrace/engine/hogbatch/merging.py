@@ -10,9 +10,11 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor, nn
 
+from headrace.engine.hogbatch.observer import HogbatchResult
 from headrace.engine.hogbatch.options import HogbatchOptions
 
 CHOICES = (1, 16, 64)
@@ -62,19 +64,17 @@ def by_measurement(
     columns: dict[str, Tensor],
     loss: Callable[..., Tensor],
     options: HogbatchOptions,
-    train: Callable[..., object],
+    train: Callable[..., HogbatchResult],
 ) -> tuple[int, str]:
     """Local steps by rows per second of all CPU workers, each choice on copies of the module."""
     rates = dict.fromkeys(CHOICES, 0.0)
     for turn in range(2):
         for steps in CHOICES if turn == 0 else reversed(CHOICES):
-            short = dataclasses.replace(
-                options,
-                **{"cuda": 0, "standin": 0, "algorithm": "hogwild", "merge_every": steps, "processes": False},
-                **{"seconds": TRIAL_S, "updates": None, "epochs": 1_000_000, "grant_s": TRIAL_S / 3},
-            )
+            changes: dict[str, Any] = {"cuda": 0, "standin": 0, "algorithm": "hogwild", "merge_every": steps}
+            changes |= {"processes": False, "seconds": TRIAL_S, "updates": None, "epochs": 1_000_000}
+            short = dataclasses.replace(options, grant_s=TRIAL_S / 3, **changes)
             result = train(copy.deepcopy(module), columns, loss, short)
-            rates[steps] = max(rates[steps], result.rows / max(result.seconds, 1e-9))  # type: ignore[attr-defined]
+            rates[steps] = max(rates[steps], result.rows / max(result.seconds, 1e-9))
     chosen = choose(rates)
     listed = ", ".join(f"{steps}: {rate:,.0f}" for steps, rate in rates.items())
     way = "update the shared parameters directly" if chosen == 1 else f"merge every {chosen} steps"

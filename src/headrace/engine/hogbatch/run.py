@@ -147,10 +147,8 @@ class Run:
             and options.optimiser.plain
             and merging.expected_s(options, numbers, rows) >= merging.WORTH_S
         ):
-            try:
+            with contextlib.suppress(DivergenceError):  # the run itself will say so
                 steps, why = merging.by_measurement(self.module, columns, self.loss, options, run_hogbatch)
-            except DivergenceError:
-                pass  # the run itself will say so
         if why is not None:
             self.notes.append(why)
         return steps
