@@ -8,7 +8,8 @@ What holds:
 
 - An update equals autograd and `torch.optim.SGD` to float rounding; the derivative with respect to a layer's
   input is taken before its weights change.
-- A step allocates nothing of the batch's or the model's size once a batch of that size or larger was seen.
+- A step allocates nothing of the batch's or the model's size once a batch of that size or larger was seen,
+  except inside oneDNN's products (`products`).
 - A chain owns its workspaces and never its parameters: `bind` says which tensors are updated, the module's
   own or views of memory that other workers update too. A chain belongs to one thread; `clone` makes more.
 - Outputs and losses are the caller's to keep, except the tensor that `forward` returns: it is valid until the
@@ -30,6 +31,7 @@ from torch import Tensor, nn
 from headrace.engine.chain_losses import Loss, loss_of
 from headrace.engine.chain_ops import Dropout, Elementwise, Linear, NotAChainError, Operation, operations
 from headrace.engine.chain_steps import Steps
+from headrace.engine.products import products_for
 from headrace.errors import DataError, ModelError
 
 
@@ -137,7 +139,7 @@ class Chain:
                     f"and the module's is {own[name].dtype} of shape {tuple(own[name].shape)}"
                 )
         self.parameters = chosen
-        self._weights = {op.weight: (chosen[op.weight], chosen[op.weight].t()) for op in self._linears}
+        self.products, self.why_products = products_for(next(iter(chosen.values())))
         self._space = None
         self._arrays = self._numpy() if self._small is not None else []
         self.steps = self._steps()[0] if self._compiled else None
@@ -202,7 +204,7 @@ class Chain:
         keep, alpha = 1.0 - lr * weight_decay, -lr * self._loss.scale(z_bc)
         for op, delta_cb, taken in self._backward(x_bd, rows):
             if self._trains[op.weight]:
-                self.parameters[op.weight].addmm_(delta_cb, taken, beta=keep, alpha=alpha)
+                self.products.update(self.parameters[op.weight], delta_cb, taken, keep, alpha)
             if op.bias is not None and self._trains[op.bias]:
                 self.parameters[op.bias].addmv_(delta_cb, rows.ones, beta=keep, alpha=alpha)
         return loss
@@ -215,8 +217,7 @@ class Chain:
         alpha = self._loss.scale(z_bc)
         for op, delta_cb, taken in self._backward(x_bd, rows):
             if self._trains[op.weight]:
-                into = grads[op.weight]
-                torch.addmm(into, delta_cb, taken, beta=0, alpha=alpha, out=into)
+                self.products.gradient(grads[op.weight], delta_cb, taken, alpha)
             if op.bias is not None and self._trains[op.bias]:
                 into = grads[op.bias]
                 torch.addmv(into, delta_cb, rows.ones, beta=0, alpha=alpha, out=into)
@@ -248,11 +249,8 @@ class Chain:
         z = x_bd
         for op, out, mask in zip(self._ops, rows.outs, rows.masks, strict=True):
             if isinstance(op, Linear):
-                _, transposed = self._weights[op.weight]
-                if op.bias is None:
-                    torch.mm(z, transposed, out=out)
-                else:
-                    torch.addmm(self.parameters[op.bias], z, transposed, out=out)
+                bias = None if op.bias is None else self.parameters[op.bias]
+                self.products.outputs(z, self.parameters[op.weight], bias, out)
             else:
                 self._apply(op, z, out, mask)
             z = out
@@ -282,7 +280,7 @@ class Chain:
                 self._derive(number, op, rows.deltas[layer], x_bd, rows)
                 continue
             if layer > 0:  # nobody asks for the derivative with respect to the batch
-                torch.mm(rows.deltas[layer], self._weights[op.weight][0], out=rows.deltas[layer - 1])
+                self.products.inputs(rows.deltas[layer], self.parameters[op.weight], rows.deltas[layer - 1])
             yield op, rows.transposed[layer], rows.outs[number - 1] if number else x_bd
             if layer == 0:
                 return
