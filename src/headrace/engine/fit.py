@@ -283,6 +283,8 @@ class _Fitting:
         if task.forward is not task.module:
             self.decide("pooling", "before ReLU", "the same values and gradients with less work")
         data_memory(hardware, workload)  # says so when one batch does not fit
+        if chain is not None:
+            self.decide("products", "oneDNN" if chain.products.wide else "torch", chain.why_products)
         parts = StepParts(
             task=task,
             optimizer=optimizer,
