@@ -274,7 +274,8 @@ class _Fitting:
             self.decide(d.name, d.value, d.reason)
         if layout.value == "channels_last":
             task.module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        task.forward = pools_first(task.module)
+        on_cores = layout.value == "channels_last" and task.device.type == "cpu"
+        task.forward = pools_first(task.module, few_channels=on_cores and options.capture != "compile")
         if task.forward is not task.module:
             self.decide("pooling", "before ReLU", "the same values and gradients with less work")
         data_memory(hardware, workload)  # says so when one batch does not fit
