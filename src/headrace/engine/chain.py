@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from headrace.engine.chain_losses import Loss, loss_of
 from headrace.engine.chain_ops import Dropout, Elementwise, Linear, NotAChainError, Operation, operations
+from headrace.engine.chain_steps import Steps
 from headrace.engine.products import products_for
 from headrace.errors import DataError, ModelError
 
@@ -102,6 +103,9 @@ class Chain:
         self._space: _Workspaces | None = None
         self._captured: list[_Workspaces] = []
         self._small: ModuleType | None = None
+        self._compiled = False
+        self.steps: Steps | None = None
+        """Compiled steps, after `fuse`, where they fit."""
         self.parameters: dict[str, Tensor] = {}
         self.bind()
 
@@ -121,7 +125,7 @@ class Chain:
     def clone(self) -> Chain:
         """Another chain over the same parameters with workspaces of its own, for another thread."""
         other = Chain(self._module, self._ops, self._flattens, self._loss)
-        other._small = self._small
+        other._small, other._compiled = self._small, self._compiled
         return other.bind(self.parameters)
 
     def bind(self, parameters: Mapping[str, Tensor] | None = None) -> Chain:
@@ -138,14 +142,23 @@ class Chain:
         self.products, self.why_products = products_for(next(iter(chosen.values())))
         self._space = None
         self._arrays = self._numpy() if self._small is not None else []
+        self.steps = self._steps()[0] if self._compiled else None
         return self
 
-    def fuse(self) -> str:
-        """Use compiled loops for plain steps on one or two rows where that can be done; a sentence about it.
+    def _steps(self) -> tuple[Steps | None, str]:
+        return Steps.of(self._ops, self._loss, all(self._trains.values()), self.parameters)
 
-        Compiling takes about a second on a machine that never did it, so the caller decides whether the run
-        is long enough. Their sums are rounded in another order than the matrix products'.
+    def fuse(self) -> str:
+        """Compile plain steps where that can be done; a sentence about what was.
+
+        Whole steps of float32 chains with common activations and losses; else loops for one or two rows. Compiling
+        takes some seconds on a machine that never did it, so the caller decides whether the run is long
+        enough. Sums are rounded in another order than the matrix products'.
         """
+        self.steps, why = self._steps()
+        if self.steps is not None:
+            self._compiled = True
+            return why
         plain = all(
             op.bias is not None and self._trains[op.weight] and self._trains[op.bias] for op in self._linears
         )
@@ -179,6 +192,10 @@ class Chain:
 
     def step(self, x: Tensor, y: Tensor, lr: float, weight_decay: float = 0.0) -> Tensor:
         """One step of plain SGD on one batch, in place; returns the mean loss before it (0-dim tensor)."""
+        if self.steps is not None and self.steps.takes(x, y):
+            loss = self.steps.step(x, y, lr, 1.0 - lr * weight_decay)
+            if loss is not None:
+                return loss
         x_bd, rows = self._prepare(x)
         if self._small is not None and len(x_bd) <= self._small.ROWS and not weight_decay:
             return self._step_small(x_bd, y, rows, lr)
