@@ -22,6 +22,7 @@ from headrace.engine.loader import Loader
 from headrace.engine.optimizers import make_optimizer
 from headrace.engine.options import FitOptions, describe_object
 from headrace.engine.planning import describe, why_no_chain
+from headrace.engine.reading import reading_of
 from headrace.engine.records import Records
 from headrace.engine.reorder import pools_first
 from headrace.engine.run import Run
@@ -150,6 +151,8 @@ class _Fitting:
             why = session.run()
         if parts.task.device.type == "cpu" and len(parts.threads.counts) > 1:
             self.decide("threads", *session.threads_chosen)
+        for d in reading_of(parts.loader, session.at.wait_s, records.seconds):
+            self.decide(d.name, d.value, d.reason)
         ended = f"after {session.at.step} updates and {session.at.passes} epochs"
         return self._ended(parts.task.module, records, why, ended, session.at.step, session.interrupted_by)
 
@@ -266,11 +269,13 @@ class _Fitting:
             rounds=options.rounds,
             device=str(basis.device),
             seed=options.seed,
+            on_error=options.on_error,
         )
         for d in loader.plan.decisions:
             self.decide(d.name, d.value, d.reason)
         per_pass = -(-len(loader) // options.accumulate)
         steps = self._step_limit(per_pass)
+        ends = self._schedule_ends_run(loader, steps)
         log_every = options.log_every or max(1, min(per_pass // ROWS_PER_EPOCH, 1000))
         self.decide("log_every", log_every, "updates between metric rows")
         optimizer, stepper = self._stepper(basis, order, steps=steps, window=log_every)
@@ -283,7 +288,7 @@ class _Fitting:
             ),
             stepper=stepper,
             loader=loader,
-            rules=self._rules(steps),
+            rules=self._rules(steps, also_steps=ends),
             updates_per_pass=per_pass,
             log_every=log_every,
             threads=self._threads(basis.device),
@@ -327,7 +332,8 @@ class _Fitting:
             self.decide(d.name, d.value, d.reason)
         if layout.value == "channels_last":
             task.module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        task.forward = pools_first(task.module)
+        on_cores = layout.value == "channels_last" and task.device.type == "cpu"
+        task.forward = pools_first(task.module, few_channels=on_cores and options.capture != "compile")
         if task.forward is not task.module:
             self.decide("pooling", "before ReLU", "the same values and gradients with less work")
         data_memory(hardware, workload)  # says so when one batch does not fit
@@ -366,10 +372,21 @@ class _Fitting:
             limits.append(math.ceil(self.options.epochs * per_pass))
         return min(limits) if limits else None
 
-    def _rules(self, steps: int | None) -> StopRules:
+    def _schedule_ends_run(self, loader: Loader, steps: int | None) -> bool:
+        """Rounds that adapt make a pass longer, and how much is not known when a schedule is drawn: a schedule that
+        goes down to its end then ends the run, with fewer passes loaded."""
+        falls = self.options.schedule in ("cosine", "onecycle")
+        if not falls or loader.plan["residence"] != "buffered" or self.options.rounds != "auto":
+            return False
+        self.decide(
+            "updates", steps, "the schedule's end; each further round on a buffer saves loading fresh rows"
+        )
+        return True
+
+    def _rules(self, steps: int | None, *, also_steps: bool = False) -> StopRules:
         epochs = self.options.epochs
         whole = epochs is not None and float(epochs).is_integer()
-        by_steps = self.options.steps if whole or epochs is None else steps
+        by_steps = self.options.steps if (whole or epochs is None) and not also_steps else steps
         return StopRules(
             passes=int(epochs) if epochs is not None and whole else None,
             steps=by_steps,
