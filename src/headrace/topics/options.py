@@ -66,10 +66,6 @@ def resolve(options: dict[str, Any]) -> Settings:
             f"evaluate_every is {evaluate_every!r}; it must be a whole number, 0 or less for never"
         )
     device = _device(options["device"])
-    if options["learn_priors"] and device != "cpu":
-        raise OptionError(
-            f"learn_priors works with device='cpu' only, and device is {device!r}; leave one out"
-        )
     return Settings(
         topics=topics,
         method=method,
