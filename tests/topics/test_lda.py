@@ -248,6 +248,14 @@ def test_bad_data_is_a_sentence(corpus: csr_matrix, fitted: LatentDirichletAlloc
         LatentDirichletAllocation(10, max_iter=1).fit(corpus[:3])
 
 
+def test_documents_without_any_word_are_noticed(corpus: csr_matrix) -> None:
+    with pytest.warns(TopicWarning, match="no document holds a word"):
+        model = LatentDirichletAllocation(2, max_iter=2, learning_method="online").fit(np.zeros((4, 5)))
+    assert np.isfinite(model.components_).all() and np.isnan(model.bound_)
+    with pytest.warns(TopicWarning, match="partial_fit learns on this machine alone"):
+        LatentDirichletAllocation(2, cluster=2).partial_fit(corpus)
+
+
 def test_empty_documents_have_the_prior(fitted: LatentDirichletAllocation, corpus: csr_matrix) -> None:
     documents = corpus[:4].tolil()
     documents[1] = 0

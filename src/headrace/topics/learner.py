@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.topics.bound import completion_perplexity, document_bound, topic_bound, word_sum
+from headrace.topics.bound import completion_perplexity, document_bound, per_word, topic_bound, word_sum
 from headrace.topics.compiled import announce
 from headrace.topics.corpus import Corpus
 from headrace.topics.estep import EPS, RUN, Inference, Run, infer_all, runs_of
@@ -25,6 +25,10 @@ from headrace.topics.state import Scratch, Topics
 
 if TYPE_CHECKING:
     from headrace.topics.device import DeviceTopics
+
+
+PIECE = 32_768
+"""Documents whose bound is computed together."""
 
 
 class Learner:
@@ -125,6 +129,10 @@ class Learner:
         """The documents' part of the bound."""
         if gammas is None and self.there is not None:
             return self.there.document_bound(corpus, self.how)
+        if gammas is None and len(corpus) > PIECE:
+            # γ of some documents at a time: those of all would need more memory than the topics.
+            pieces = runs_of(len(corpus), PIECE)
+            return sum(self.bound(corpus.part(first, last)) for first, last in pieces)
         gammas = self.infer(corpus) if gammas is None else gammas
         return document_bound(gammas, self.how.alpha, partial(self._word_sum, corpus), self.settings.jobs)
 
@@ -140,7 +148,7 @@ class Learner:
         for corpus in chunks:
             value += self.bound(corpus)
             words += corpus.words
-        return float(np.exp(-value / words)) if words else float("nan")
+        return per_word(value, words)
 
     def completion(self, observed: Corpus, hidden: Corpus) -> float:
         """Held-out perplexity by document completion."""

@@ -143,6 +143,24 @@ def _device(value: Any) -> str:
     return device
 
 
+def check_passes(once: bool, evaluate_every: int | None) -> None:
+    """What wants to read documents again, and cannot."""
+    if once and evaluate_every is not None and evaluate_every > 0:
+        raise OptionError(
+            f"evaluate_every is {evaluate_every}, which measures on the documents after a pass, and a stream is gone "
+            "by then; give held_out= documents instead"
+        )
+
+
+def warn_of_nothing() -> None:
+    """What is said when every document is empty."""
+    warnings.warn(
+        "no document holds a word: the topics stay at their prior, and a perplexity per word is not a number",
+        TopicWarning,
+        stacklevel=3,
+    )
+
+
 def check_fit(topics: int, documents: int | None, features: int, known: int | None) -> None:
     """Whether documents of this shape can be learned from; ``known`` is the number of words so far."""
     if features == 0:
