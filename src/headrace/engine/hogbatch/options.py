@@ -51,6 +51,9 @@ class HogbatchOptions:
     merge_every: int | str = "auto"
     """Local steps of a CPU worker between merges; 1 updates the shared parameters directly; `auto`: 16 for
     four or more workers with batches below 32, else 1."""
+    compiled: bool | str = "auto"
+    """CPU workers run whole grants in compiled code where the model allows it; `auto`: with several workers. One
+    worker then equals the sequential engine bit for bit, which does not compile either."""
     device_local_steps: int = 8
     """Local steps of a device worker between merges."""
     staleness_bound: int | None = None
