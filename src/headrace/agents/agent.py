@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from headrace.agents import environments, files, synchronous
-from headrace.agents.build import derive_seeds, is_handwritten, make_learner
+from headrace.agents.build import derive_seeds, is_handwritten, is_kept, make_learner
 from headrace.agents.config import Config
 from headrace.agents.driver import Driver
 from headrace.agents.evaluate import Evaluation, play_episodes
@@ -111,11 +111,11 @@ class ActorCritic:
                 f"workers={config.workers} need an environment that each can make: give an id or a function instead "
                 f"of a {type(self.env).__name__}"
             )
-        fast = self.module is None and is_handwritten(config)
-        learner = "hand-written" if fast else "torch"
-        reason = (
-            "a small network on the CPU" if fast else "the network, the device or the precision asks for it"
-        )
+        learner, reason = "torch", "the network, the device or the precision asks for it"
+        if self.module is None and is_handwritten(config):
+            learner, reason = "hand-written", "a small network on the CPU"
+        elif self.module is None and is_kept(config, observations):
+            learner, reason = "images", "one image on the CPU: what acting computed is kept for learning"
         return made, config, plan.with_("learner", learner, reason)
 
     def _make(self, n_envs: int) -> environments.Made:
