@@ -37,11 +37,14 @@ CPU. Reading alone has come to 85 % of dd's rate in the same run with blocks of 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import importlib
 import json
 import mmap
 import os
 import resource
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -55,6 +58,7 @@ from headrace.engine.loader import Loader
 BATCH = 256
 PART = 64 << 20
 ROW = 3072
+BUFFER = "256MiB"
 DEVICE = {"name": "cpu"}
 
 
@@ -117,7 +121,7 @@ def permuted(folder: Path) -> Iterator[np.ndarray]:
 
 
 def headrace(folder: Path, **options: object) -> Iterator[object]:
-    with Loader(folder, BATCH, device=DEVICE["name"], buffer="64MiB", **options) as loader:  # type: ignore[arg-type]
+    with Loader(folder, BATCH, device=DEVICE["name"], buffer=BUFFER, **options) as loader:  # type: ignore[arg-type]
         yield from loader
 
 
@@ -129,9 +133,50 @@ def resident(folder: Path) -> Iterator[object]:
 
 def buffers(folder: Path) -> Iterator[object]:
     """Reading alone: full buffers, without gathering batches."""
-    with Loader(folder, BATCH, device=DEVICE["name"], buffer="64MiB", direct=True) as loader:
+    with Loader(folder, BATCH, device=DEVICE["name"], buffer=BUFFER, direct=True) as loader:
         for buffer in loader.buffers():
             yield (buffer.order,)
+
+
+def steady(folder: Path, *, batches: bool, megabytes: int) -> tuple[float, float]:
+    """Bytes per second and CPU microseconds a row over so many megabytes, after both slots were filled once."""
+    rows, wanted, began, first = 0, megabytes * 10**6 // ROW, None, 0
+    with Loader(folder, BATCH, device=DEVICE["name"], buffer=BUFFER, direct=True) as loader:
+        for _ in range(1000):
+            for item in loader if batches else loader.buffers():
+                loaded = loader.statistics.buffers
+                if loaded < 3:
+                    continue
+                if began is None:
+                    began, first = (time.perf_counter(), cpu()), rows
+                    continue
+                rows += len(item[0]) if batches else len(item.order)  # type: ignore[index, union-attr]
+                if rows >= wanted:
+                    passed, used = time.perf_counter() - began[0], cpu() - began[1]
+                    return (rows - first) * ROW / passed, used / (rows - first) * 1e6
+    raise AssertionError
+
+
+def disk_alone(folder: Path, repeats: int) -> None:
+    """How much of dd's rate the loader reaches: dd, loader, dd, in turn, and the ratio of each such group."""
+    for name, batches in (("buffers alone", False), ("shuffled batches", True)):
+        found = []
+        for _ in range(repeats):
+            before = dd(folder, warm=False)
+            rate, micros = steady(folder, batches=batches, megabytes=1500)
+            after = dd(folder, warm=False)
+            found.append((rate / ((before + after) / 2), rate, (before + after) / 2, micros))
+            print(
+                f"  {name}: dd {before / 1e6:.0f} and {after / 1e6:.0f} MB/s, loader {rate / 1e6:.0f} MB/s, "
+                f"{found[-1][0]:.0%} of dd, {micros:.2f} µs of CPU a row",
+                flush=True,
+            )
+        share, rate, disk, micros = np.median(found, axis=0)
+        print(
+            f"{name}: {share:.0%} of dd iflag=direct bs=4M (medians: {rate / 1e6:.0f} of {disk / 1e6:.0f} MB/s), "
+            f"{micros:.2f} µs of CPU a row of {ROW} bytes",
+            flush=True,
+        )
 
 
 def dataloader(folder: Path) -> Iterator[object]:
@@ -209,22 +254,22 @@ SIDES: dict[str, Callable[[Path], Iterator[object]]] = {
 }
 
 
+NEEDS = {
+    "torchdata.nodes, batched memmap": ("torchdata.nodes",),
+    "SPDL, batched memmap": ("spdl.pipeline",),
+    "FFCV, quasi-random": ("ffcv",),
+}
+
+
 def cpu() -> float:
     """CPU seconds of this process and its ended children."""
     own, children = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
     return own.ru_utime + own.ru_stime + children.ru_utime + children.ru_stime
 
 
-def measure(
-    side: Callable[[Path], Iterator[object]], folder: Path, seconds: float, warm: bool
-) -> tuple[float, float]:
-    """Samples per second and CPU microseconds per sample, opening and closing included; but FFCV compiles for
-    seconds before its first batch, and its clock starts after that."""
-    if not warm:
-        forget(folder)
+def measure(side: Callable[[Path], Iterator[object]], folder: Path, seconds: float) -> tuple[float, float]:
+    """Samples per second and CPU microseconds per sample, opening and closing included."""
     batches = side(folder)
-    if side is ffcv:
-        next(batches)
     before, began, count = cpu(), time.perf_counter(), 0
     for batch in batches:
         count += len(batch[0])  # type: ignore[index]
@@ -233,6 +278,44 @@ def measure(
     passed = time.perf_counter() - began
     batches.close()  # type: ignore[attr-defined]
     return count / passed, (cpu() - before) / count * 1e6
+
+
+def measure_apart(name: str, folder: Path, options: argparse.Namespace) -> tuple[float, float]:
+    """The same in a process of its own: threads and maps that a side leaves behind would keep pages in the cache
+    and take CPU time from the next."""
+    if not options.warm:
+        forget(folder)
+        assert (left := cached_share(folder / "x.npy")) < 0.02, (
+            f"{left:.0%} of the file is still in the page cache"
+        )
+    command = [
+        sys.executable,
+        __file__,
+        "--one",
+        name,
+        "--folder",
+        str(folder),
+        "--seconds",
+        str(options.seconds),
+    ]
+    done = subprocess.run([*command, "--device", options.device], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ImportError(done.stderr.strip().splitlines()[-1])
+    samples, micros = json.loads(done.stdout.splitlines()[-1])
+    return samples, micros
+
+
+def cached_share(path: Path) -> float:
+    """The share of a file's pages that lie in the page cache."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as pages:
+        address = np.frombuffer(pages, np.uint8).ctypes.data
+        states = np.zeros(-(-len(pages) // mmap.PAGESIZE), np.uint8)
+        failed = libc.mincore(
+            ctypes.c_void_p(address), ctypes.c_size_t(len(pages)), states.ctypes.data_as(ctypes.c_void_p)
+        )
+        assert failed == 0
+    return float((states & 1).mean())
 
 
 def dd(folder: Path, warm: bool) -> float:
@@ -248,22 +331,23 @@ def dd(folder: Path, warm: bool) -> float:
     return count * (4 << 20) / (time.perf_counter() - began)
 
 
-def chosen(options: argparse.Namespace, folder: Path) -> dict[str, Callable[[Path], Iterator[object]]]:
-    """The sides that were asked for and whose packages are here, each run for a moment to be compiled."""
-    found = {}
+def chosen(options: argparse.Namespace, folder: Path) -> list[str]:
+    """The sides that were asked for and whose packages are here."""
+    found = []
     for name, side in SIDES.items():
         if (options.only and not any(word in name for word in options.only)) or (
             options.without and any(word in name for word in options.without)
         ):
             continue
         try:
+            for package in NEEDS.get(name, ()):
+                importlib.import_module(package)
             if side is ffcv:
                 write_ffcv(folder)
-            measure(side, folder, 0.1, warm=True)
         except ImportError as error:
             print(f"{name}: left out, {error}")
             continue
-        found[name] = side
+        found.append(name)
     return found
 
 
@@ -279,24 +363,41 @@ def main() -> None:
         "--device", default="cpu", help="where Headrace's batches go; the others stay on the CPU"
     )
     parser.add_argument("--warm", action="store_true", help="leave the files in the page cache")
+    parser.add_argument("--one", default=None, help="measure one side in this process and print its numbers")
+    parser.add_argument("--disk", action="store_true", help="only the loader against dd, in turn")
     parser.add_argument("--only", nargs="*", default=None)
     parser.add_argument("--without", nargs="*", default=None)
     parser.add_argument("--out", type=Path, default=None, help="a JSON file for the numbers")
     options = parser.parse_args()
     DEVICE["name"] = options.device
+    if options.one:
+        with tempfile.TemporaryDirectory() as scratch:  # imports and compiling come before the clock
+            write(Path(scratch), 10 * BATCH)
+            if options.one.startswith("FFCV"):
+                write_ffcv(Path(scratch))
+            for _ in SIDES[options.one](Path(scratch)):
+                pass
+        print(json.dumps(measure(SIDES[options.one], options.folder, options.seconds)))
+        return
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.folder or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
         write(folder, options.rows)
+        if options.disk:
+            forget(folder)
+            disk_alone(folder, options.repeats)
+            return
         sides = chosen(options, folder)
         if options.warm:
             np.load(folder / "x.npy", mmap_mode="r").sum(dtype=np.int64)
         runs: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
         disk: list[float] = []
         for _ in range(options.repeats):
-            for name, side in sides.items():
+            for name in sides:
                 disk += [] if options.warm else [dd(folder, options.warm)]
-                runs[name].append(measure(side, folder, options.seconds, options.warm))
+                runs[name].append(measure_apart(name, folder, options))
+                samples, micros = runs[name][-1]
+                print(f"  {name}: {samples:,.0f} samples/s, {micros:.2f} µs of CPU each", flush=True)
         show(runs, disk, options)
 
 

@@ -21,7 +21,8 @@ MAY_IMPORT = {
     "engine": GROUND | STAGES | {"hardware", "plan"},
     **{name: GROUND | {"engine", "hardware", "plan"} for name in APPLICATIONS},
     # An estimator's cluster= is followed through `training`, so that no application knows another.
-    **{name: GROUND | {"engine", "hardware", "plan", "training"} for name in ("topics", "agents")},
+    "topics": GROUND | {"engine", "hardware", "plan", "training"},
+    "agents": GROUND | {"engine", "hardware", "plan", "training"},
     "training": {"engine", "cluster"},
     "papers": GROUND | STAGES | APPLICATIONS | {"engine", "hardware", "plan"},
     "cli": GROUND | STAGES | APPLICATIONS | {"engine", "hardware", "plan", "papers", "training"},

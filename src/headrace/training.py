@@ -32,18 +32,11 @@ Progress = Callable[[dict[str, Any], Callable[[], Any]], bool]
 
 
 def run_on_cluster(
-    work: Any,
-    cluster: Any,
-    progress: Progress,
-    *,
-    cores: int = 1,
-    steps: int | None = None,
-    additive: bool = False,
+    work: Any, cluster: Any, progress: Progress, *, cores: int = 1, steps: int | None = None
 ) -> Any:
     """Train a `headrace.cluster.transport.Work` and return the `ClusterResult`.
 
-    ``cores`` CPUs for each worker; at most ``steps`` steps of all. ``additive``: the values hold counts, which must
-    arrive as they were sent and be summed.
+    ``cores`` CPUs for each worker; ``steps`` of all workers together, None when the work or ``progress`` ends it.
     """
     from headrace.cluster.driver import Observer, run_cluster
     from headrace.cluster.options import ClusterOptions
@@ -53,9 +46,8 @@ def run_on_cluster(
             return progress(status, vector)
 
     options = ClusterOptions.of(cluster)
-    if additive:
-        options.check_additive()
     options = replace(options, cores=max(cores, options.cores))
     workers = options.workers if isinstance(options.workers, int) else 0
-    work = replace(work, compress=options.compress, world_size=workers)
-    return run_cluster(work, options, Listener(), steps=steps)
+    return run_cluster(
+        replace(work, compress=options.compress, world_size=workers), options, Listener(), steps=steps
+    )

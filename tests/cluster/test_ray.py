@@ -211,19 +211,3 @@ def test_topics_are_learned_on_a_cluster(ray: Any) -> None:
     assert sum(together.cluster_.staleness.values()) == sum(m[2] for m in together.cluster_.workers.values())
     assert together.history_[-1]["documents"] == 6 * 400
     assert together.held_out_perplexity(counts) < 1.1 * alone.held_out_perplexity(counts)
-
-
-def test_one_machine_of_a_cluster_learns_what_a_synchronous_agent_learns(ray: Any) -> None:
-    """To the last bit, moments of observations included; and two count all steps and all pushes."""
-    pytest.importorskip("gymnasium")
-    options: dict[str, Any] = {"n_envs": 4, "seed": 0, "normalize_observations": True}
-    serial = hr.ActorCritic("CartPole-v1", **options, workers=1).learn(steps=600)
-    alone = hr.ActorCritic("CartPole-v1", **options, cluster={"workers": 1, "local_steps": 1}).learn(
-        steps=600
-    )
-    assert alone.steps_ == 600 and alone.cluster_.staleness == {0: 30}
-    for name, values in serial.parameters().items():
-        assert np.array_equal(values, alone.parameters()[name]), name
-    assert alone.metrics_[-1]["episodes"] == serial.metrics_[-1]["episodes"] > 0
-    for agent in (serial, alone):
-        agent.close()

@@ -337,6 +337,20 @@ def test_buffers_reach_the_device_whole(folder: Path, direct: bool) -> None:
 
 
 @pytest.mark.gpu
+def test_a_slot_waits_for_work_that_is_queued_on_it(folder: Path) -> None:
+    """The device is kept busy before it reads a buffer, so that the next copies could overtake it."""
+    with loader(folder, device="cuda") as batches:
+        seen = []
+        for buffer in batches.buffers():
+            assert buffer.row_ids is not None
+            torch.cuda._sleep(50_000_000)
+            seen.append((buffer.row_ids.clone(), buffer.columns["x"][: len(buffer.row_ids), 0].clone()))
+            batches.consumed(len(buffer.order))
+        assert all(values.long().equal(rows) for rows, values in seen)
+        assert sorted(torch.cat([rows for rows, _ in seen]).tolist()) == list(range(ROWS))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("first", [0, 6])
 def test_a_captured_step_takes_every_buffer(folder: Path, first: int) -> None:
     """Also when the first buffer that it sees, and is captured on, is the short last one."""
@@ -425,3 +439,97 @@ def test_ranks_take_the_first_ranks_rounds(folder: Path, tmp_path: Path) -> None
     assert len(found[0]["rows"]) == len(found[1]["rows"])
     seen = sorted(v for f in found for batch in f["rows"] for v in batch)
     assert seen == sorted(list(range(ROWS)) * 2)
+
+
+def reason(plan: Any, name: str) -> str:
+    """Why something in a plan is as it is."""
+    return next(decision.reason for decision in plan.decisions if decision.name == name)
+
+
+def test_a_run_on_a_slow_disk_says_that_it_waited_and_what_would_help(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import headrace as hr
+
+    # However little it waited counts, so that no clock decides.
+    monkeypatch.setattr("headrace.engine.reading.SMALL_SHARE", -1.0)
+    run = hr.fit(
+        torch.nn.Linear(50, 10), folder, optimizer="sgd", lr=1e-7, epochs=1, batch_size=100,
+        buffer=800 * 208, device="cpu", workers="single", out=tmp_path / "run", progress=False, tensorboard=False,
+    )  # fmt: skip
+    told = reason(run.plan, "waited")
+    assert "for the disk, which gave" in told
+    assert 'rounds="auto"' in told
+    assert "uint8 or float16" in told
+    page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    assert "What would help: a disk" in page
+
+
+def test_what_a_wait_is_said_to_mean() -> None:
+    from headrace.engine.reading import reading_decisions
+
+    def told(waited_s: float, **options: Any) -> str:
+        settings = {"rounds": 1, "floats": False, "skipped": 0, "failures": [], "loaded_bytes_per_s": 2e8}
+        return "".join(
+            d.reason for d in reading_decisions(waited_s=waited_s, seconds=10.0, **{**settings, **options})
+        )
+
+    assert "keeps up" in told(0.1)
+    assert "a disk about 4.0 times as fast" in told(7.5)
+    assert "200 MB/s" in told(7.5)
+    assert "rounds=" not in told(7.5, rounds="auto")
+    assert "much faster disk" in told(10.0)
+    assert "were left out" in told(0.0, skipped=3, failures=["x.npy could not be read"])
+
+
+def test_rounds_that_change_are_events_of_the_run_and_end_it_with_the_schedule(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import headrace as hr
+
+    def settle(reuse: Any, seconds: float) -> None:
+        reuse.timing = reuse.timing.with_load(4.5)
+
+    monkeypatch.setattr("headrace.engine.reuse.Reuse.loaded", settle)
+    monkeypatch.setattr("headrace.engine.reuse.RoundClock.finished", lambda self: [1.0])
+    run = hr.fit(
+        torch.nn.Linear(50, 10), folder, optimizer="sgd", lr=1e-7, epochs=4, batch_size=100, schedule="cosine",
+        buffer=800 * 208, rounds="auto", device="cpu", workers="single", out=tmp_path / "run", progress=False,
+        tensorboard=False,
+    )  # fmt: skip
+    rows = [row for row in run.metrics if row["kind"] == "train"]
+    assert rows[0]["rounds"] == 4
+    assert rows[-1]["rounds"] == 1, "as the step size falls, rounds fall to one"
+    assert run.steps == 200, "the schedule's updates, which four passes of one round would take"
+    assert rows[-1]["epoch"] < 3, "fewer passes are loaded: passes and steps are counted apart"
+    timeline = (tmp_path / "run" / "timeline.json").read_text(encoding="utf-8")
+    assert "a load takes 4.5 s and a round 1 s" in timeline
+    assert "a load takes 4.5 s" in (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+
+
+def test_fit_leaves_out_what_cannot_be_read_when_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import headrace as hr
+
+    np.save(tmp_path / "x.npy", np.ones((3000, 1000), np.float32))
+    np.save(tmp_path / "y.npy", np.arange(3000) % 10)
+    from headrace.buffer.direct import FileReader
+
+    real = FileReader._read_cached
+
+    def broken(self: FileReader, piece: Any, into: memoryview, done: int) -> None:
+        if piece.offset <= 128 + 4000 * 1234 < piece.offset + piece.length:
+            raise OSError(5, "Input/output error")
+        real(self, piece, into, done)
+
+    monkeypatch.setattr(FileReader, "_read_cached", broken)
+    options = {"optimizer": "sgd", "lr": 1e-7, "epochs": 1, "batch_size": 100, "buffer": "5MB", "device": "cpu",
+               "workers": "single", "progress": False}  # fmt: skip
+    with pytest.raises(DataError, match=r"x\.npy could not be read at byte"):
+        hr.fit(torch.nn.Linear(1000, 10), tmp_path, **options)
+    run = hr.fit(torch.nn.Linear(1000, 10), tmp_path, on_error="skip", **options)
+    assert run.plan["skipped_rows"] >= 1
+    assert "x.npy could not be read at byte" in reason(run.plan, "skipped_rows")
+    with pytest.raises(OptionError, match="on_error"):
+        hr.fit(torch.nn.Linear(1000, 10), tmp_path, on_error="skipp", **options)

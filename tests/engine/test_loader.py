@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -294,3 +297,36 @@ def test_an_older_iteration_ends_when_a_new_one_starts() -> None:
     next(loader.buffers())
     with pytest.raises(OptionError, match="iterated anew"):
         next(old)
+
+
+def cached_share(path: Path) -> float:
+    """The share of a file's pages in the page cache."""
+    import ctypes
+    import mmap
+
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as pages:
+        address = np.frombuffer(pages, np.uint8).ctypes.data
+        states = np.zeros(-(-len(pages) // mmap.PAGESIZE), np.uint8)
+        libc = ctypes.CDLL(None)
+        told = libc.mincore(
+            ctypes.c_void_p(address), ctypes.c_size_t(len(pages)), ctypes.c_void_p(states.ctypes.data)
+        )
+        assert told == 0
+    return float((states & 1).mean())
+
+
+def test_cold_files_that_fit_in_memory_are_read_in_order_beside_the_first_batches(tmp_path: Path) -> None:
+    x = np.random.default_rng(0).integers(0, 256, (8000, 4096), np.uint8)
+    np.save(tmp_path / "x.npy", x)
+    with (tmp_path / "x.npy").open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    if cached_share(tmp_path / "x.npy") > 0.01:
+        pytest.skip("this file system keeps its files in memory")
+    with Loader(tmp_path, 10, device="cpu", order="sequential") as loader:
+        assert loader.plan["residence"] == "memory"
+        (first,) = next(iter(loader))
+        assert first.equal(torch.from_numpy(x[:10]))
+        loader._feed._fetch.wait()  # type: ignore[attr-defined]
+        assert cached_share(tmp_path / "x.npy") > 0.99
+    assert not [t for t in threading.enumerate() if t.name == "headrace-fetcher"]

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import headrace as hr
+from headrace.engine.pools import PoolOfFewChannels
 from headrace.engine.reorder import pools_first
 
 CASES = {
@@ -98,3 +99,55 @@ def test_plain_convolutions_take_the_same_updates_and_are_switched_back() -> Non
         optimizer.step()
     for mine, theirs in zip(module.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("channels", [1, 3, 6, 15, 16])
+@pytest.mark.parametrize("behind", [nn.Identity, lambda: nn.ReLU(inplace=True)])
+def test_pools_of_few_channels_equal_torchs_to_the_last_bit(channels: int, behind) -> None:
+    pool = nn.MaxPool2d(2)
+    assert PoolOfFewChannels.replaces(pool)
+    x = torch.randn(5, channels, 12, 10, generator=torch.Generator().manual_seed(1))
+    x[:, :, 6:] = 1.0  # four equal values in a window: the first of them gets the gradient
+    x[0, 0, 0, 0] = torch.inf
+    x = x.contiguous(memory_format=torch.channels_last)
+    weights = torch.randn(5, channels, 6, 5)
+    found = []
+    for layer in (pool, PoolOfFewChannels(pool)):
+        mine = x.clone(memory_format=torch.preserve_format).requires_grad_()
+        output = behind()(layer(mine))
+        output.mul(weights).sum().backward()
+        found.append((output.detach(), mine.grad))
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
+
+
+@pytest.mark.parametrize(
+    "other",
+    [nn.MaxPool2d(3), nn.MaxPool2d(2, stride=1), nn.MaxPool2d(2, padding=1), nn.MaxPool2d(2, ceil_mode=True),
+     nn.MaxPool2d(2, dilation=2), nn.MaxPool2d(2, return_indices=True), nn.AvgPool2d(2), nn.MaxPool2d((2, 1))],
+    ids=str,
+)  # fmt: skip
+def test_other_pools_are_left_alone(other: nn.Module) -> None:
+    assert not PoolOfFewChannels.replaces(other)
+    module = nn.Sequential(other)
+    assert pools_first(module, few_channels=True) is module
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 7, 8), (2, 3, 8, 9), (0, 3, 4, 4), (3, 4, 4)])
+def test_images_that_do_not_fit_go_to_torchs_pool(shape: tuple[int, ...]) -> None:
+    x = torch.randn(*shape)
+    assert torch.equal(PoolOfFewChannels(nn.MaxPool2d(2))(x), nn.functional.max_pool2d(x, 2))
+
+
+def test_a_network_with_two_passes_trains_as_with_torchs_pools() -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Conv2d(1, 6, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(216, 3))
+    module.to(memory_format=torch.channels_last)
+    other = copy.deepcopy(module)
+    changed = pools_first(module, few_channels=True)
+    assert any(isinstance(layer, PoolOfFewChannels) for layer in changed)
+    x = torch.randn(8, 1, 16, 16)
+    for model in (changed, other):
+        model(x).square().sum().backward()
+    for mine, theirs in zip(module.parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad)

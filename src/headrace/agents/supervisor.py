@@ -65,18 +65,22 @@ class _Worker:
 
 
 def run(agent: ActorCritic, goal: Goal, report: Report, records: Records) -> str:
-    """Learn with several workers until the goal is reached; returns why it ended."""
+    """Learn with several workers or machines until the goal is reached; returns why it ended."""
     config = agent.config
     if config.mode == "asynchronous":
         # A3C's workers: one environment each, and every update is pushed at once.
         config = dataclasses.replace(config, n_envs=1, push_every=1)
-    loop = Loop(agent.config, agent._driver, agent._learner)
-    context = multiprocessing.get_context("spawn")
-    store = _open_store(agent, context, shared_values(loop))
     spec = Spec(
         config=config, goal=goal, env=agent.env, env_options=agent.env_options, vectorization=agent.vectorization,
         optimizer=agent.optimizer, module=agent.module,
     )  # fmt: skip
+    if agent.cluster is not None and not hasattr(agent.cluster, "open_store"):
+        from headrace.agents import machines
+
+        return machines.run(agent, spec, goal, report)
+    loop = Loop(agent.config, agent._driver, agent._learner)
+    context = multiprocessing.get_context("spawn")
+    store = _open_store(agent, context, shared_values(loop))
     try:
         with _Watch(spec, store, Board(context, config.workers), context, report, records) as watch:
             return watch.go()

@@ -77,20 +77,6 @@ class ClusterOptions:
             "'ray://host:10001', or a mapping such as {'workers': 3, 'accept': 2}"
         )
 
-    def check_additive(self) -> None:
-        """For values that hold counts: pushes must arrive whole and be summed."""
-        wrong = {
-            f"compress={self.compress!r}": self.compress is not None,
-            f"merge={self.merge!r}": self.merge != "sum",
-            "stale='scale'": self.staleness is not None and self.stale == "scale",
-        }
-        for name, asked in wrong.items():
-            if asked:
-                raise OptionError(
-                    f"{name} would change the counts that travel with the parameters here; leave it out"
-                    + (" (stale='wait' bounds the age as well)" if name.startswith("stale") else "")
-                )
-
     def master(self, *, steps: int | None) -> MasterOptions:
         """The master's part."""
         names = {f.name for f in dataclasses.fields(MasterOptions)} & {

@@ -8,7 +8,8 @@ What holds:
 
 - An update equals autograd and `torch.optim.SGD` to float rounding; the derivative with respect to a layer's
   input is taken before its weights change.
-- A step allocates nothing of the batch's or the model's size once a batch of that size or larger was seen.
+- A step allocates nothing of the batch's or the model's size once a batch of that size or larger was seen,
+  except inside oneDNN's products (`products`).
 - A chain owns its workspaces and never its parameters: `bind` says which tensors are updated, the module's
   own or views of memory that other workers update too. A chain belongs to one thread; `clone` makes more.
 - Outputs and losses are the caller's to keep, except the tensor that `forward` returns: it is valid until the
@@ -29,6 +30,8 @@ from torch import Tensor, nn
 
 from headrace.engine.chain_losses import Loss, loss_of
 from headrace.engine.chain_ops import Dropout, Elementwise, Linear, NotAChainError, Operation, operations
+from headrace.engine.chain_steps import Steps
+from headrace.engine.products import products_for
 from headrace.errors import DataError, ModelError
 
 
@@ -100,6 +103,9 @@ class Chain:
         self._space: _Workspaces | None = None
         self._captured: list[_Workspaces] = []
         self._small: ModuleType | None = None
+        self._compiled = False
+        self.steps: Steps | None = None
+        """Compiled steps, after `fuse`, where they fit."""
         self.parameters: dict[str, Tensor] = {}
         self.bind()
 
@@ -119,7 +125,7 @@ class Chain:
     def clone(self) -> Chain:
         """Another chain over the same parameters with workspaces of its own, for another thread."""
         other = Chain(self._module, self._ops, self._flattens, self._loss)
-        other._small = self._small
+        other._small, other._compiled = self._small, self._compiled
         return other.bind(self.parameters)
 
     def bind(self, parameters: Mapping[str, Tensor] | None = None) -> Chain:
@@ -133,17 +139,31 @@ class Chain:
                     f"and the module's is {own[name].dtype} of shape {tuple(own[name].shape)}"
                 )
         self.parameters = chosen
-        self._weights = {op.weight: (chosen[op.weight], chosen[op.weight].t()) for op in self._linears}
+        self.products, self.why_products = products_for(next(iter(chosen.values())))
         self._space = None
         self._arrays = self._numpy() if self._small is not None else []
+        self.steps = self._steps()[0] if self._compiled else None
         return self
 
-    def fuse(self) -> str:
-        """Use compiled loops for plain steps on one or two rows where that can be done; a sentence about it.
+    def fits_compiled(self) -> tuple[bool, str]:
+        """Whether `fuse` would compile whole steps, and a sentence about it."""
+        steps, why = self._steps()
+        return steps is not None, why
 
-        Compiling takes about a second on a machine that never did it, so the caller decides whether the run
-        is long enough. Their sums are rounded in another order than the matrix products'.
+    def _steps(self) -> tuple[Steps | None, str]:
+        return Steps.of(self._ops, self._loss, all(self._trains.values()), self.parameters)
+
+    def fuse(self) -> str:
+        """Compile plain steps where that can be done; a sentence about what was.
+
+        Whole steps of float32 chains with common activations and losses; else loops for one or two rows. Compiling
+        takes some seconds on a machine that never did it, so the caller decides whether the run is long
+        enough. Sums are rounded in another order than the matrix products'.
         """
+        self.steps, why = self._steps()
+        if self.steps is not None:
+            self._compiled = True
+            return why
         plain = all(
             op.bias is not None and self._trains[op.weight] and self._trains[op.bias] for op in self._linears
         )
@@ -177,6 +197,10 @@ class Chain:
 
     def step(self, x: Tensor, y: Tensor, lr: float, weight_decay: float = 0.0) -> Tensor:
         """One step of plain SGD on one batch, in place; returns the mean loss before it (0-dim tensor)."""
+        if self.steps is not None and self.steps.takes(x, y):
+            loss = self.steps.step(x, y, lr, 1.0 - lr * weight_decay)
+            if loss is not None:
+                return loss
         x_bd, rows = self._prepare(x)
         if self._small is not None and len(x_bd) <= self._small.ROWS and not weight_decay:
             return self._step_small(x_bd, y, rows, lr)
@@ -185,7 +209,7 @@ class Chain:
         keep, alpha = 1.0 - lr * weight_decay, -lr * self._loss.scale(z_bc)
         for op, delta_cb, taken in self._backward(x_bd, rows):
             if self._trains[op.weight]:
-                self.parameters[op.weight].addmm_(delta_cb, taken, beta=keep, alpha=alpha)
+                self.products.update(self.parameters[op.weight], delta_cb, taken, keep, alpha)
             if op.bias is not None and self._trains[op.bias]:
                 self.parameters[op.bias].addmv_(delta_cb, rows.ones, beta=keep, alpha=alpha)
         return loss
@@ -198,8 +222,7 @@ class Chain:
         alpha = self._loss.scale(z_bc)
         for op, delta_cb, taken in self._backward(x_bd, rows):
             if self._trains[op.weight]:
-                into = grads[op.weight]
-                torch.addmm(into, delta_cb, taken, beta=0, alpha=alpha, out=into)
+                self.products.gradient(grads[op.weight], delta_cb, taken, alpha)
             if op.bias is not None and self._trains[op.bias]:
                 into = grads[op.bias]
                 torch.addmv(into, delta_cb, rows.ones, beta=0, alpha=alpha, out=into)
@@ -231,11 +254,8 @@ class Chain:
         z = x_bd
         for op, out, mask in zip(self._ops, rows.outs, rows.masks, strict=True):
             if isinstance(op, Linear):
-                _, transposed = self._weights[op.weight]
-                if op.bias is None:
-                    torch.mm(z, transposed, out=out)
-                else:
-                    torch.addmm(self.parameters[op.bias], z, transposed, out=out)
+                bias = None if op.bias is None else self.parameters[op.bias]
+                self.products.outputs(z, self.parameters[op.weight], bias, out)
             else:
                 self._apply(op, z, out, mask)
             z = out
@@ -265,7 +285,7 @@ class Chain:
                 self._derive(number, op, rows.deltas[layer], x_bd, rows)
                 continue
             if layer > 0:  # nobody asks for the derivative with respect to the batch
-                torch.mm(rows.deltas[layer], self._weights[op.weight][0], out=rows.deltas[layer - 1])
+                self.products.inputs(rows.deltas[layer], self.parameters[op.weight], rows.deltas[layer - 1])
             yield op, rows.transposed[layer], rows.outs[number - 1] if number else x_bd
             if layer == 0:
                 return

@@ -34,6 +34,8 @@ class Elementwise:
     forward: Callable[[Tensor, Tensor], object]
     backward: Callable[[Tensor, Tensor], object]
     keeps_input: bool = False
+    slope: float = 0.0
+    """Of a LeakyReLU."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,7 @@ def _leaky_relu(module: nn.Module) -> Elementwise:
             delta, kept, slope, by_output, grad_input=delta
         ),
         keeps_input=not by_output,
+        slope=slope,
     )
 
 

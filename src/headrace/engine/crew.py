@@ -16,9 +16,18 @@ import torch
 from torch import Tensor
 
 from headrace.engine import checkpoint
+from headrace.engine.auto_workers import choose, workers_of
 from headrace.engine.evaluate import evaluate
-from headrace.engine.hogbatch import HogbatchOptions, HogbatchResult, Observer, OptimiserSpec, run_hogbatch
+from headrace.engine.hogbatch import (
+    HogbatchOptions,
+    HogbatchResult,
+    Observer,
+    OptimiserSpec,
+    run_auto,
+    run_hogbatch,
+)
 from headrace.engine.hogbatch.options import ALGORITHMS
+from headrace.engine.hogbatch.trial import Verdict
 from headrace.engine.loader import Loader
 from headrace.engine.optimizers import USUAL_LR
 from headrace.engine.options import FitOptions
@@ -96,6 +105,12 @@ def check_fits(options: FitOptions, task: TorchTask, source: Source) -> None:
             raise OptionError(f"{name} and several workers do not go together; use workers='single'")
 
 
+def worker_columns(task: TorchTask, source: Source) -> dict[str, Tensor]:
+    """The columns as workers take them."""
+    inputs, target = task.prepare(load(source, torch.device("cpu")))
+    return {"x": inputs[0].contiguous(), "y": target.contiguous()}
+
+
 @dataclass(kw_only=True)
 class Crew:
     """A run over workers: what `Session` is to one device."""
@@ -112,13 +127,14 @@ class Crew:
     metrics: dict[str, Any]
     say: Callable[[str, Any, str], None]
     state: State | None = None
+    verdict: Verdict | None = None
+    """Of the trial that chose the workers, when nobody named them: it is made again when the throughput shifts."""
 
     def run(self, progress: Progress) -> tuple[HogbatchResult, str, GracefulStop]:
         """Train; returns the result, why it ended, and the signal that asked for it, if any."""
         check_fits(self.options, self.task, self.source)
-        columns = load(self.source, torch.device("cpu"))
-        inputs, target = self.task.prepare(columns)
-        options = self._hogbatch_options()
+        columns = worker_columns(self.task, self.source)
+        options = self.hogbatch_options()
         resume = None
         if self.state is not None:
             load_module(self.task.module, self.state["module"])
@@ -127,22 +143,28 @@ class Crew:
             watcher = Watcher(self, graceful, progress)
             if self.state is not None:
                 watcher.load(self.state)
-            result = run_hogbatch(
-                self.task.module,
-                {"x": inputs[0].contiguous(), "y": target.contiguous()},
-                self.task.loss_of,
-                options,
-                watcher,
-                order=self._order,
-                resume=resume,
-            )
+            result = self._train(columns, options, watcher, resume)
             watcher.save(result.state)
         why = watcher.why or (
             f"{graceful.received.name} was received" if graceful.received else f"{result.stopped_by} reached"
         )
         return result, why, graceful
 
-    def _hogbatch_options(self) -> HogbatchOptions:
+    def _train(
+        self, columns: dict[str, Tensor], options: HogbatchOptions, watcher: Watcher, resume: State | None
+    ) -> HogbatchResult:
+        module, loss = self.task.module, self.task.loss_of
+        if self.verdict is None:
+            return run_hogbatch(module, columns, loss, options, watcher, order=self._order, resume=resume)
+        first = dataclasses.replace(self.verdict, options=options)
+        result, verdicts = run_auto(
+            module, columns, loss, options, watcher, order=self._order, first=first, resume=resume
+        )
+        if len(verdicts) > 1:
+            self.say("workers", workers_of(verdicts[-1].options), verdicts[-1].reason)
+        return result
+
+    def hogbatch_options(self) -> HogbatchOptions:
         rules, options = self.rules, self.options
         return HogbatchOptions(
             **self.workers,
@@ -154,6 +176,11 @@ class Crew:
             schedule=lambda epoch: self.schedule(epoch * self.updates_per_pass),
             seed=options.seed,
         )
+
+    def choose(self, cores: int, devices: int, seconds: float) -> Verdict:
+        """A trial of this run's workers against one device."""
+        columns = worker_columns(self.task, self.source)
+        return choose(self.task, columns, self.hogbatch_options(), cores, devices, seconds)
 
     def _order(self, epoch: int) -> Tensor:
         """The same permutation that the loader would make for this epoch."""
@@ -231,6 +258,7 @@ class Watcher(Observer):
                 {k: v for k, v in crew.task.module.state_dict().items() if isinstance(v, Tensor)}
             ),
             "workers": workers,
+            "crew": dict(crew.workers),
             "passes": self.passes,
             "best": self.best.state_dict(),
             "schedule": crew.schedule.state_dict(),

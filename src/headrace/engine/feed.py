@@ -23,11 +23,13 @@ from torch import Tensor
 from headrace.buffer import labels
 from headrace.buffer.ahead import ReadAhead
 from headrace.buffer.cook import SpanCook
+from headrace.buffer.fetch import Fetch
 from headrace.buffer.passes import PassShape, Ranges, pass_ranges, row_numbers
 from headrace.buffer.pipeline import Loaded, OnError, Pause, Pipeline, nothing
 from headrace.buffer.slots import Lane, Slot
 from headrace.buffer.stage import DeviceStage
-from headrace.engine.residence import load
+from headrace.engine.placement import MEMORY_SHARE
+from headrace.engine.residence import free_memory, load
 from headrace.engine.reuse import Reuse
 from headrace.types import Columns, Plan, Source, Spanned
 
@@ -76,7 +78,9 @@ class Feed(Protocol):
 
 
 class ResidentFeed:
-    """All rows on the device, or in memory where the device is the CPU."""
+    """All rows on the device, or in memory where the device is the CPU.
+
+    It owns the thread that brings memory-mapped files in; that ends with the files, or with `close`."""
 
     def __init__(
         self, source: Source, device: torch.device, plan: Plan, shape: PassShape, reuse: Reuse
@@ -86,16 +90,35 @@ class ResidentFeed:
         self.plan = plan.with_("rounds", reuse.current, "all rows stay, so a round is a pass")
         self.statistics = FeedStatistics()
         self._columns: Columns | None = None
+        self._fetch: Fetch | None = None
+        self._finalizer: Any = None
 
     def open(self, pass_index: int, first: int) -> Generator[Filled]:
         if self._columns is None:
+            self._begin_fetch()
             self._columns = load(self.source, self.device)
         if first == 0:
             yield Filled(self._columns, self.shape.rows, 0, None)
 
+    def _begin_fetch(self) -> None:
+        """Rows of memory maps are brought in by reading in order what would else be read at random."""
+        if not isinstance(self.source, Spanned) or not getattr(self.source, "mapped", False):
+            return
+        spans = [span for column in self.source.spans().values() for span in column]
+        if sum(span.rows * span.row_bytes for span in spans) > MEMORY_SHARE * free_memory():
+            return  # asked to stay in memory that is not there: reading on would push out what is in use
+        self._fetch = Fetch(spans)
+        self._finalizer = weakref.finalize(self, self._fetch.close)
+        self._fetch.start()
+
     def close(self) -> None:
         """Forget the rows; they are loaded again when they are asked for."""
         self._columns = None
+        if self._fetch is not None:
+            self._fetch.close()
+        if self._finalizer is not None:
+            self._finalizer.detach()
+        self._fetch, self._finalizer = None, None
 
 
 class Stage(Protocol):

@@ -5,21 +5,24 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from rich.console import Console
 from torch import nn
 
+from headrace.engine.auto_workers import expected_s, why_single, why_single_here, workers_of
 from headrace.engine.capture import StepParts, choose_stepper
 from headrace.engine.crew import Crew, worker_options
 from headrace.engine.evaluate import usual_metrics
+from headrace.engine.hogbatch.trial import Verdict
 from headrace.engine.keeping import config_of, finish_run, load_resumed, open_run, say_how_to_resume
 from headrace.engine.loader import Loader
 from headrace.engine.optimizers import make_optimizer
 from headrace.engine.options import FitOptions, describe_object
 from headrace.engine.planning import describe, why_no_chain
+from headrace.engine.reading import reading_of
 from headrace.engine.records import Records
 from headrace.engine.reorder import pools_first
 from headrace.engine.run import Run
@@ -67,6 +70,8 @@ class Basis:
     task: TorchTask
     few: Columns
     """Two rows, on the device."""
+    held: Source | None
+    """What is validated on."""
     validation: Loader | None
     metrics: dict[str, Any]
 
@@ -80,6 +85,7 @@ class _Fitting:
     options: FitOptions
     plan: Plan = field(default_factory=Plan)
     _open: Records | None = None
+    _verdict: Verdict | None = None
 
     def run(self) -> Run:
         options, state, folder = self.options, None, None
@@ -90,8 +96,8 @@ class _Fitting:
             step = state["standing"]["step"]
             self.decide("resumed", step, "continues from the checkpoint of this step")
         with _torch_settings(options):
-            crew = None if options.workers in ("auto", "single") else worker_options(options.workers)
-            basis = self._basis("cpu" if crew is not None else options.device)
+            crew, basis = self._workers(state)
+            basis = basis or self._basis("cpu" if crew is not None else options.device)
             parts = self._parts(basis) if crew is None else None
             records = open_run(folder, state, options, config)
             for note in records.notes:
@@ -104,6 +110,39 @@ class _Fitting:
             finally:
                 records.close()
 
+    def _workers(self, state: State | None) -> tuple[dict[str, Any] | None, Basis | None]:
+        """The workers, or None for one device; with ``"auto"`` what was made to find out, if it can be used."""
+        options = self.options
+        if options.workers == "single":
+            return None, None
+        if options.workers != "auto":
+            return worker_options(options.workers), None
+        if state is not None:  # what was chosen when the run began
+            chosen = dict(state["crew"]) if "crew" in state else None
+            self.decide("workers", chosen or "single", "as before the resume")
+            return chosen, None
+        cores, devices = usable_cores(), 0
+        if options.device == "auto" and torch.cuda.is_available():
+            devices = torch.cuda.device_count()
+        why = why_single(options, cores, devices)
+        if why is not None:
+            self.decide("workers", "single", why)
+            return None, None
+        basis = self._basis("cpu")
+        why = why_single_here(basis.task, options, basis.source, cores, devices)
+        if why is None:
+            seconds = expected_s(basis.task, options, len(basis.source), cores, devices)
+            crew = self._crew(basis, {"cpu": 1}, Records(None), None)
+            with torch.random.fork_rng(devices=list(range(devices))):
+                self._verdict = crew.choose(cores, devices, seconds)
+            why = f"{self._verdict.reason}; the trial took {self._verdict.seconds:.1f} s"
+            if self._verdict.options.workers > 1:
+                chosen = workers_of(self._verdict.options)
+                self.decide("workers", chosen, why)
+                return chosen, basis
+        self.decide("workers", "single", why)
+        return None, self._moved(basis)
+
     def _on_one_device(self, parts: Parts, records: Records, state: State | None) -> Run:
         self._open = records
         records.write_plan(self.plan)
@@ -112,25 +151,38 @@ class _Fitting:
             why = session.run()
         if parts.task.device.type == "cpu" and len(parts.threads.counts) > 1:
             self.decide("threads", *session.threads_chosen)
+        for d in reading_of(parts.loader, session.at.wait_s, records.seconds):
+            self.decide(d.name, d.value, d.reason)
         ended = f"after {session.at.step} updates and {session.at.passes} epochs"
         return self._ended(parts.task.module, records, why, ended, session.at.step, session.interrupted_by)
 
     def _on_workers(
         self, basis: Basis, workers: dict[str, Any], records: Records, state: State | None
     ) -> Run:
-        options, task = self.options, basis.task
+        crew = self._crew(basis, workers, records, state)
+        crew.verdict = self._verdict
+        if self.options.workers != "auto":
+            self.decide("workers", workers, "asked for")
+        self._open = records
+        records.write_plan(self.plan)
+        with self._bar(records, state, self._step_limit(crew.updates_per_pass)) as progress:
+            result, why, graceful = crew.run(progress)
+        ended = f"after {result.updates} updates and {result.epochs} epochs"
+        return self._ended(basis.task.module, records, why, ended, result.updates, graceful)
+
+    def _crew(self, basis: Basis, workers: dict[str, Any], records: Records, state: State | None) -> Crew:
+        options = self.options
         per_pass = -(-len(basis.source) // options.batch_size)
         steps = self._step_limit(per_pass)
-        rules = self._rules(steps)
-        crew = Crew(
+        return Crew(
             options=options,
             workers=workers,
-            task=task,
+            task=basis.task,
             source=basis.source,
             schedule=make_schedule(
                 options.schedule, options.schedule_options, total_steps=steps, steps_per_epoch=per_pass
             ),
-            rules=rules,
+            rules=self._rules(steps),
             updates_per_pass=per_pass,
             records=records,
             validation=basis.validation,
@@ -138,13 +190,6 @@ class _Fitting:
             say=self.decide,
             state=state,
         )
-        self.decide("workers", workers, "asked for")
-        self._open = records
-        records.write_plan(self.plan)
-        with self._bar(records, state, steps) as progress:
-            result, why, graceful = crew.run(progress)
-        ended = f"after {result.updates} updates and {result.epochs} epochs"
-        return self._ended(task.module, records, why, ended, result.updates, graceful)
 
     def _bar(self, records: Records, state: State | None, steps: int | None) -> Progress:
         return Progress(
@@ -197,9 +242,20 @@ class _Fitting:
             source=source,
             task=task,
             few=few,
+            held=held,
             validation=self._validation_loader(held, device),
             metrics={**usual_metrics(task, output), **options.metrics},
         )
+
+    def _moved(self, basis: Basis) -> Basis:
+        """A basis that was made in CPU memory, on the device of the run."""
+        device, why = choose_device(self.options.device)
+        self.decide("device", str(device), why)
+        if device == basis.device:
+            return basis
+        basis.task.module.to(device)
+        few = {name: values.to(device) for name, values in basis.few.items()}
+        return replace(basis, device=device, few=few, validation=self._validation_loader(basis.held, device))
 
     def _parts(self, basis: Basis) -> Parts:
         """What a session on one device is made of."""
@@ -213,11 +269,13 @@ class _Fitting:
             rounds=options.rounds,
             device=str(basis.device),
             seed=options.seed,
+            on_error=options.on_error,
         )
         for d in loader.plan.decisions:
             self.decide(d.name, d.value, d.reason)
         per_pass = -(-len(loader) // options.accumulate)
         steps = self._step_limit(per_pass)
+        ends = self._schedule_ends_run(loader, steps)
         log_every = options.log_every or max(1, min(per_pass // ROWS_PER_EPOCH, 1000))
         self.decide("log_every", log_every, "updates between metric rows")
         optimizer, stepper = self._stepper(basis, order, steps=steps, window=log_every)
@@ -230,7 +288,7 @@ class _Fitting:
             ),
             stepper=stepper,
             loader=loader,
-            rules=self._rules(steps),
+            rules=self._rules(steps, also_steps=ends),
             updates_per_pass=per_pass,
             log_every=log_every,
             threads=self._threads(basis.device),
@@ -274,10 +332,13 @@ class _Fitting:
             self.decide(d.name, d.value, d.reason)
         if layout.value == "channels_last":
             task.module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        task.forward = pools_first(task.module)
+        on_cores = layout.value == "channels_last" and task.device.type == "cpu"
+        task.forward = pools_first(task.module, few_channels=on_cores and options.capture != "compile")
         if task.forward is not task.module:
             self.decide("pooling", "before ReLU", "the same values and gradients with less work")
         data_memory(hardware, workload)  # says so when one batch does not fit
+        if chain is not None:
+            self.decide("products", "oneDNN" if chain.products.wide else "torch", chain.why_products)
         parts = StepParts(
             task=task,
             optimizer=optimizer,
@@ -311,10 +372,21 @@ class _Fitting:
             limits.append(math.ceil(self.options.epochs * per_pass))
         return min(limits) if limits else None
 
-    def _rules(self, steps: int | None) -> StopRules:
+    def _schedule_ends_run(self, loader: Loader, steps: int | None) -> bool:
+        """Rounds that adapt make a pass longer, and how much is not known when a schedule is drawn: a schedule that
+        goes down to its end then ends the run, with fewer passes loaded."""
+        falls = self.options.schedule in ("cosine", "onecycle")
+        if not falls or loader.plan["residence"] != "buffered" or self.options.rounds != "auto":
+            return False
+        self.decide(
+            "updates", steps, "the schedule's end; each further round on a buffer saves loading fresh rows"
+        )
+        return True
+
+    def _rules(self, steps: int | None, *, also_steps: bool = False) -> StopRules:
         epochs = self.options.epochs
         whole = epochs is not None and float(epochs).is_integer()
-        by_steps = self.options.steps if whole or epochs is None else steps
+        by_steps = self.options.steps if (whole or epochs is None) and not also_steps else steps
         return StopRules(
             passes=int(epochs) if epochs is not None and whole else None,
             steps=by_steps,

@@ -67,6 +67,8 @@ class FitOptions:
     """Bytes of one buffer for data beyond memory."""
     rounds: Any = 1
     """Rounds on each buffer for data beyond memory."""
+    on_error: Any = "raise"
+    """``"skip"`` leaves out rows of buffers that cannot be read; they are counted in the plan."""
     transform: Callable[..., Any] | None = None
     """Applied to a batch's inputs on the device."""
     workers: Any = "auto"

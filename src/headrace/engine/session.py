@@ -21,6 +21,7 @@ from headrace.engine.loader import Loader
 from headrace.engine.losslog import LossLog, Row
 from headrace.engine.optimizers import base_rates, match_strides
 from headrace.engine.options import FitOptions
+from headrace.engine.reading import round_changes
 from headrace.engine.records import Records
 from headrace.engine.schedules import Schedule
 from headrace.engine.signals import GracefulStop
@@ -92,6 +93,7 @@ class Session:
         self.interrupted_by = GracefulStop()
         if state is not None:
             self.load(state)
+        self.round_changes_told = len(parts.loader.rounds_history)
 
     # ---- the loop
 
@@ -143,9 +145,17 @@ class Session:
                 self.records.span("data", "wait for buffer", now - buffer.wait_s, now)
             if self.stop_reason is not None:
                 return
+            self._tell_rounds()
             if not self._one_buffer(buffer, graceful):
                 return
         self._end_pass()
+
+    def _tell_rounds(self) -> None:
+        """Changes of the rounds go into the timeline and the report's events, with their reasons."""
+        history = self.parts.loader.rounds_history
+        for text in round_changes(history, self.round_changes_told):
+            self.records.instant("rounds", text)
+        self.round_changes_told = len(history)
 
     def _one_buffer(self, buffer: Buffer, graceful: GracefulStop) -> bool:
         """Train on the rest of the buffer; False when a rule or a signal said stop before its end."""

@@ -11,7 +11,9 @@ often, by an element that every merge raises by one.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 PIECE = 1 << 16
@@ -40,6 +42,13 @@ class Replica:
                 s.copy_(w)  # not h: another worker may have added to it since the line above
         self._canary += 1
         self.merges += 1
+
+    def addresses(self) -> NDArray[np.int64]:
+        """Shared, local and snapshot address and size of each parameter, for merging in compiled code."""
+        parts = zip(self._shared, self._local, self._snapshot, strict=True)
+        return np.array(
+            [[h.data_ptr(), w.data_ptr(), s.data_ptr(), h.numel()] for h, w, s in parts], np.int64
+        )
 
     def pull(self) -> None:
         """Forget local changes and take over the shared parameters."""

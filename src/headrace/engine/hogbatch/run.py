@@ -19,9 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from headrace.engine.chain import Chain
+from headrace.engine.hogbatch import merging
 from headrace.engine.hogbatch.coordinator import Coordinator, Done, Grant, Instruction, Lost, Replace, Rules
 from headrace.engine.hogbatch.observer import HogbatchResult, Observer, live_row, summarise
-from headrace.engine.hogbatch.options import HogbatchOptions, check_machine, check_module, core_for
+from headrace.engine.hogbatch.options import HogbatchOptions, check_machine, check_module, cores_for
 from headrace.engine.hogbatch.rows import to_parts
 from headrace.engine.hogbatch.runner import Work
 from headrace.engine.hogbatch.shared import BEAT, GRANT, MERGES, ROWS, UPDATES, Board, SharedTensors
@@ -42,14 +43,6 @@ TICK_S = 0.1
 """How often the clock, the observer and hanging workers are looked at while nothing happens."""
 
 METRICS_S = 0.5
-
-MERGE_BELOW, MERGE_FROM = 32, 4
-"""Batches below the one use replicas where at least the other number of CPU workers shares dense weights. On
-two cores direct updates were never slower than replicas merged every 16 steps (0.81 against 0.73 of one worker
-at one row, 1.25 against 1.20 at 16, 1.69 against 1.49 at 64). From four workers on it is a guess: every further
-core adds traffic to a direct update and none to a local step."""
-
-LOCAL_STEPS = 16
 
 
 def epoch_order(rows: int, seed: int, epoch: int) -> Tensor:
@@ -111,7 +104,8 @@ class Run:
         self.chain, reason = Chain.of(module, loss)
         self.notes.append(reason)
         self.processes = self._choose_processes()
-        self.merge_every = self._choose_merging()
+        self.compiled = options.workers > 1 if options.compiled == "auto" else bool(options.compiled)
+        self.merge_every = self._choose_merging(columns, rows)
         self._order_of = order or (lambda epoch: epoch_order(rows, options.seed, epoch))
         self.board = Board(len(plans) * (options.restarts + 1))
         self.rows_of: dict[str, list[int]] = {plan.name: [] for plan in plans}
@@ -141,16 +135,23 @@ class Run:
             )
         return several
 
-    def _choose_merging(self) -> int:
-        if self.options.merge_every != "auto":
-            return int(self.options.merge_every)
-        if self.options.cpu >= MERGE_FROM and self.options.batch_size < MERGE_BELOW:
-            self.notes.append(
-                f"each CPU worker merges a private copy every {LOCAL_STEPS} steps: several cores that update "
-                f"one copy at batches below {MERGE_BELOW} wait for each other's cache lines"
-            )
-            return LOCAL_STEPS
-        return 1
+    def _choose_merging(self, columns: dict[str, Tensor], rows: int) -> int:
+        options = self.options
+        if options.merge_every != "auto":
+            return int(options.merge_every)
+        numbers = sum(p.numel() for p in self.module.parameters())
+        threads = options.cpu > 1 and not self.processes and self.chain is not None and self.compiled
+        steps, why = merging.by_rule(options)
+        if (
+            threads
+            and options.optimiser.plain
+            and merging.expected_s(options, numbers, rows) >= merging.WORTH_S
+        ):
+            with contextlib.suppress(DivergenceError):  # the run itself will say so
+                steps, why = merging.by_measurement(self.module, columns, self.loss, options, run_hogbatch)
+        if why is not None:
+            self.notes.append(why)
+        return steps
 
     def _share(self, columns: dict[str, Tensor], rows: int) -> None:
         """Move parameters, buffers and, for processes, the data into shared memory."""
@@ -206,9 +207,8 @@ class Run:
             board=self.board,
             merge_every=self.merge_every,
             staleness_bound=self.options.staleness_bound,
-            # One worker keeps to the products that the sequential engine uses, to be equal to it bit for bit.
-            fused=self.options.workers > 1 and self.options.batch_size <= 2,
-            core=core_for(self.options, number),
+            fused=self.compiled,
+            cores=cores_for(self.options, number),
             seed=self.options.seed * 1009 + number,
         )
         self.workers[name] = self._make(name, work, life)
@@ -433,7 +433,7 @@ class Run:
         return row
 
     def _result(self) -> HogbatchResult:
-        seconds = self._seconds() if self._halted and self._stopped_by != "observer" else self._trained_s
+        seconds = self._seconds()
         merges = int(self.board.cells[:, MERGES].sum())
         kept = float(self.canary.views()["merges"])
         return HogbatchResult(

@@ -9,12 +9,11 @@ that a death between the two repeats a batch rather than skips one.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from headrace.engine.hogbatch.compiled import CompiledGrants
 from headrace.engine.hogbatch.coordinator import Grant
 from headrace.engine.hogbatch.replica import Replica
 from headrace.engine.hogbatch.rows import Rows
@@ -26,50 +25,11 @@ from headrace.engine.hogbatch.shared import (
     MERGES,
     ROWS,
     UPDATES,
-    Board,
-    SharedTensors,
 )
-from headrace.engine.hogbatch.steppers import ChainStepper, OptimiserSpec, make_stepper
+from headrace.engine.hogbatch.steppers import SAMPLE_EVERY, ChainStepper, make_stepper
+from headrace.engine.hogbatch.work import Report, Work
 
-SAMPLE_EVERY = 16
-"""Staleness of direct updates is looked at in one of so many: reading all counters takes two microseconds."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Work:
-    """What a CPU worker needs to begin; plain enough to be sent to a process."""
-
-    name: str
-    number: int
-    """The worker's row of the board: each life of a worker has its own."""
-    module: nn.Module
-    """Used for its structure; its parameters are taken from ``parameters``."""
-    loss: Callable[..., Tensor]
-    optimiser: OptimiserSpec
-    parameters: SharedTensors
-    buffers: SharedTensors
-    canary: SharedTensors
-    data: SharedTensors | None
-    """The columns and the epoch's order in shared memory, for a process."""
-    board: Board
-    merge_every: int
-    staleness_bound: int | None
-    fused: bool
-    """Whether a chain's steps go through compiled loops where they can."""
-    core: int | None
-    seed: int
-
-
-@dataclass(frozen=True)
-class Report:
-    """What a worker says about a grant it is through with."""
-
-    worker: str
-    number: int
-    rows: int
-    loss_sum: float
-    start_s: float
-    stop_s: float
+__all__ = ["Report", "Runner", "Work"]
 
 
 class Runner:
@@ -87,17 +47,28 @@ class Runner:
             self._replica = Replica(shared, work.canary.views()["merges"])
             parameters = self._replica.parameters
         self._stepper = make_stepper(work.module, work.loss, work.optimiser, parameters, work.buffers.views())
+        self._compiled: CompiledGrants | None = None
         if work.fused and isinstance(self._stepper, ChainStepper):
             self._stepper.fuse()
+            self._compiled = CompiledGrants.of(work, self._stepper, self._replica, columns, order)
 
     def run(self, grant: Grant, lr: float, token: int) -> Report:
         """Work through a grant until it is done or ``token`` is no longer what the board names."""
         started = time.perf_counter()
-        cells, done, loss = self._cells, 0, torch.zeros(())
-        cells[ROWS] = 0
-        cells[GRANT] = grant.number
+        self._cells[ROWS] = 0
+        self._cells[GRANT] = grant.number
         if self._replica is not None:
             self._replica.pull()
+        if self._compiled is not None:
+            done, loss = self._compiled.run(grant, lr, token)
+        else:
+            done, loss = self._run(grant, lr, token)
+        stopped = time.perf_counter()
+        self._cells[BUSY_NS] += int((stopped - started) * 1e9)
+        return Report(grant.worker, grant.number, done, loss, started, stopped)
+
+    def _run(self, grant: Grant, lr: float, token: int) -> tuple[int, float]:
+        cells, done, loss = self._cells, 0, torch.zeros(())
         seen, since = self._work.board.others_updates(self._work.number), 0
         rows = self._order[grant.start : grant.stop]
         pairs = zip(self._x.batches(rows, grant.batch), self._y.batches(rows, grant.batch), strict=True)
@@ -117,9 +88,7 @@ class Runner:
                 seen = self._merge(seen, done)
         if self._replica is not None and cells[ROWS] < done:
             self._merge(seen, done)
-        stopped = time.perf_counter()
-        cells[BUSY_NS] += int((stopped - started) * 1e9)
-        return Report(grant.worker, grant.number, done, float(loss), started, stopped)
+        return done, float(loss)
 
     def flush(self) -> None:
         """Every grant ends with its changes in the shared parameters."""

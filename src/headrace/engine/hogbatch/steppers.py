@@ -17,9 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from headrace.engine.chain import Chain
+from headrace.engine.chain_steps import Steps
 from headrace.errors import OptionError, unknown
 
 OPTIMISERS = ("sgd", "adam", "adamw")
+
+SAMPLE_EVERY = 16
+"""Staleness of direct updates is looked at in one of so many: reading all counters takes two microseconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,13 +81,18 @@ class ChainStepper:
 
     def __init__(self, chain: Chain, spec: OptimiserSpec, parameters: dict[str, Tensor]) -> None:
         self._chain = chain.bind(parameters)
-        self._decay = spec.weight_decay
+        self.decay = spec.weight_decay
 
     def fuse(self) -> str:
         return self._chain.fuse()
 
+    @property
+    def steps(self) -> Steps | None:
+        """The chain's compiled steps, after `fuse`, where they fit."""
+        return self._chain.steps
+
     def step(self, x: Tensor, y: Tensor, lr: float) -> Tensor:
-        return self._chain.step(x, y, lr, self._decay)
+        return self._chain.step(x, y, lr, self.decay)
 
 
 class OptimiserStepper:
