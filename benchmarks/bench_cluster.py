@@ -19,12 +19,12 @@ before the first step and anew while the run goes on:
 | and everything that the master's process did | – | 1.24 ms: 11.4 % lost |
 | share of wall time in exchanges | 9.8 % | 8.0 % |
 
-The master's process took 16 ms for each push there, most of it for being asked how far it is, five times a second on a
-machine where the run took long; it is asked once a second now, and that is not in the table. An earlier version, which
-began with B = 16 and planned only while training, lost 20 % in six epochs.
+The master's process took 16 ms for each push there, most of it presumably for being asked how far it is, five times
+a second on a machine where the run took long; it is asked once a second now, and that is not in the table. An earlier
+version, which began with B = 16 and planned only while training, lost 20 % in six epochs.
 
-Speed-up per worker in the run of 24 epochs, simulated, with those 16 ms as the master's time for a push. B is planned so
-that communication takes a tenth of the time and the master is busy for at most 0.7 of it. All of it is within the
+Speed-up per worker in the run of 24 epochs, simulated, with those 16 ms as the master's time for a push. B is planned
+so that communication takes a tenth of the time and the master is busy for at most 0.7 of it. All of it is within the
 paper's bound: 64 workers need T of 4,096 steps, and the shortest simulated run of 64 has 3.3 million.
 
 | link, one way | B for 1 and 64 workers | 1 | 4 | 16 | 32 | 64 workers |
