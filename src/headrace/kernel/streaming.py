@@ -166,6 +166,7 @@ def _prepare(
     plan = plan.with_("centers", p, why)
     plan = plan.with_("dtype", str(dtype).removeprefix("torch."), dtype_why)
     plan = plan.with_("device", settings.devices.name, settings.devices.reason)
+    plan = plan.with_("products", *settings.devices.products(operands))
     plan = plan.with_("memory", words(budget), "allowed for this fit")
     # Half for the centres and their projection; the stream's chunks and temporary centres have the other
     # half.
