@@ -4,9 +4,9 @@ Every schedule makes the same number of steps (20 rounds over the data) and diff
 authors' schedule starts with many rounds on a load and ends with one; theirs for cats and dogs was 4 × 10, 4 × 5,
 5 × 2 and 10 × 1, 23 loads for 80 rounds, of which ours is a quarter.
 
-Times: training is this machine's (processor time of one core); what a load takes is measured where images are
-decoded, and set to four rounds of training where arrays lie in the page cache. From both, `Clock` computes when each
-buffer is there and when it is used up, with two buffers and with none.
+Times: a step takes what it takes on one core here (the median of a trial, in processor time); what a load takes is
+measured where images are decoded, and set to four rounds of training where arrays lie in the page cache. From both,
+`Clock` computes when each buffer is there and when it is used up, with two buffers and with none.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ Numbers = dict[str, Any]
 BUFFERS = 8
 ROUNDS = 20
 LOAD_OVER_ROUND = 4
-TRAIN, TEST = 10_000, 2_500
-JPEGS = 4_000
+TRAIN, TEST = 6_000, 2_000
+JPEGS = 2_400
 
 
 @dataclass(frozen=True)
@@ -229,7 +229,9 @@ def as_input(x: Tensor) -> Tensor:
 class Training:
     """One run of a schedule: a model, its optimizer, the clock and the points."""
 
-    def __init__(self, images: Images, schedule: Schedule, seed: int, load_s: float) -> None:
+    def __init__(
+        self, images: Images, schedule: Schedule, seed: int, *, load_s: float = 0.0, step_s: float = 0.0
+    ) -> None:
         torch.manual_seed(seed)
         self.images, self.schedule, self.seed = images, schedule, seed
         self.model = images.model()
@@ -237,9 +239,14 @@ class Training:
         per_round = -(-len(images.source) // 64)
         self.falling = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, ROUNDS * per_round)
         self.every = per_round
-        # Plain descent's one buffer is all rows.
-        self.clock = Clock(load_s * (1 if schedule.buffered else BUFFERS), overlap=schedule.buffered)
-        self.steps, self.busy_s, self.loads = 0, 0.0, 0
+        # Plain descent shuffles all rows: one buffer holds them, and the clock says that nothing overlaps.
+        self.rows = -(-len(images.source) // BUFFERS // 64) * 64
+        parts = -(-len(images.source) // self.rows)
+        self.clock = Clock(load_s * (1 if schedule.buffered else parts), overlap=schedule.buffered)
+        self.step_s, self.used_s = step_s, 0.0
+        self.steps, self.loads = 0, 0
+        self.measured_s: list[float] = []
+        """What each step took."""
         self.points: list[Numbers] = []
 
     def run(self, stop_after: int | None = None) -> list[Numbers]:
@@ -260,9 +267,7 @@ class Training:
     def _loader(self, rounds: int) -> Loader:
         source = self.images.source
         row = sum(c.dtype.itemsize * int(np.prod(c.shape)) for c in source.columns)
-        # Plain descent shuffles all rows: one buffer holds them, and the clock says that nothing overlaps.
-        share = BUFFERS if self.schedule.buffered else 1
-        rows = -(-len(source) // share // 64) * 64
+        rows = self.rows if self.schedule.buffered else -(-len(source) // 64) * 64
         return Loader(source, 64, buffer=rows * row, block=16, rounds=rounds, seed=self.seed, device="cpu")
 
     def _buffer(self, loader: Loader, buffer: Any) -> None:
@@ -277,7 +282,8 @@ class Training:
             nn.functional.cross_entropy(self.model(as_input(x)), y).backward()
             self.optimizer.step()
             self.falling.step()
-            self.used_s += time.thread_time() - began
+            self.measured_s.append(time.thread_time() - began)
+            self.used_s += self.step_s
             loader.consumed(stop - start)
             self.steps += 1
             if self.steps % self.every == 0:
@@ -323,16 +329,17 @@ def run_images(options: PaperOptions, seconds: float) -> Numbers:
 
 def one_data_set(images: Images, seeds: int, deadline: float) -> Numbers:
     """Every schedule, the first seed always."""
-    probe = Training(images, Schedule("probe", ((1, 1),)), 0, 0.0)
+    probe = Training(images, Schedule("probe", ((1, 1),)), 0)
     probe.run(stop_after=2)
-    round_s = probe.used_s
+    step_s = float(np.median(probe.measured_s))
+    round_s = step_s * len(probe.measured_s) / 2
     load_s = images.load_s if images.load_s is not None else LOAD_OVER_ROUND * round_s
     runs = []
     for seed in range(seeds):
         if seed and time.perf_counter() > deadline:
             break
         for schedule in SCHEDULES:
-            points = Training(images, schedule, seed, load_s).run()
+            points = Training(images, schedule, seed, load_s=load_s, step_s=step_s).run()
             runs.append({"schedule": schedule.name, "loads": schedule.loads, "seed": seed, "points": points})
     return {
         "data": images.name, "measured_load": images.load_s is not None, "load_s": load_s, "round_s": round_s,
