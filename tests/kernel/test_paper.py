@@ -16,7 +16,9 @@ from headrace.papers.eigenpro_scaling import critical_batches
 
 
 def test_adapting_moves_the_critical_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eigenpro_scaling, "BATCHES", (4, 64))  # all of them take longer than a busy machine has
+    monkeypatch.setattr(
+        eigenpro_scaling, "BATCHES", (4, 64)
+    )  # all of them take longer than a busy machine has
     X, y = load_digits(return_X_y=True)
     split = Split(X=X[:600].astype(np.float32) / 8, y=y[:600], X_test=X, y_test=y)
     original, adapted = critical_batches(split, target=0.3, seconds=1e9, seeds=1)
