@@ -55,8 +55,8 @@ class Rows:
         starts = self._crow[rows]
         counts = self._crow[rows + 1] - starts
         ends = counts.cumsum(0)
-        at = torch.repeat_interleave(torch.arange(len(rows)), counts)
-        within = torch.arange(len(at)) - (ends - counts)[at]
+        at = torch.repeat_interleave(torch.arange(len(rows), device=rows.device), counts)
+        within = torch.arange(len(at), device=rows.device) - (ends - counts)[at]
         places = starts[at] + within
         # Entries of one row that name a column twice add up, as everywhere else.
         out.view(-1).index_add_(0, at * self._width + self._col[places], self._values[places])

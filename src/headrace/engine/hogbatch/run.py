@@ -88,7 +88,7 @@ class Run:
         observer: Observer,
         order: Callable[[int], Tensor] | None,
     ) -> None:
-        rows = check_columns(columns, options.devices)
+        rows = check_columns(columns)
         self.module, self.loss, self.options, self.observer = module, loss, options, observer
         self.notes = check_machine(options) + check_module(module, options)
         plans = options.plans(rows)
@@ -471,7 +471,7 @@ class Run:
         )
 
 
-def check_columns(columns: dict[str, Tensor], devices: int) -> int:
+def check_columns(columns: dict[str, Tensor]) -> int:
     """The number of rows; an error that says what is wrong otherwise."""
     if set(columns) != {"x", "y"}:
         raise DataError(f"workers take the columns x and y, and got {', '.join(sorted(columns)) or 'none'}")
@@ -483,10 +483,6 @@ def check_columns(columns: dict[str, Tensor], devices: int) -> int:
         if column.device.type != "cpu" or column.layout not in layouts:
             raise DataError(
                 f"{name} is {column.layout} on {column.device}; give dense or CSR tensors in CPU memory"
-            )
-        if devices and column.layout != torch.strided:
-            raise DataError(
-                f"{name} is {column.layout}; device workers take dense tensors: use {name}.to_dense()"
             )
     return rows["x"]
 
