@@ -103,6 +103,7 @@ def test_it_is_chosen_for_one_image_on_the_cores() -> None:
 
 
 def test_an_agent_on_images_repeats_itself_and_says_how_it_learns() -> None:
+    pytest.importorskip("gymnasium")
     from agent_worlds import Spaces
     from gymnasium import spaces
 

@@ -161,6 +161,7 @@ class _Fitting:
     ) -> Run:
         crew = self._crew(basis, workers, records, state)
         crew.verdict = self._verdict
+        self.decide("device", "cpu", "the shared parameters are in host memory; CUDA workers keep a copy")
         if self.options.workers != "auto":
             self.decide("workers", workers, "asked for")
         self._open = records
