@@ -10,6 +10,7 @@ from order_models import MODELS
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import headrace
 from headrace.order import BalancedOrder
 from headrace.order import learner as learner_module
 
@@ -118,3 +119,26 @@ def test_pieces_that_do_not_match_are_signed_batch_by_batch() -> None:
         found.append(order.learner.signs.clone())
         order.unwatch()
     assert torch.equal(found[0], found[1])
+
+
+@pytest.mark.gpu
+def test_fit_captures_a_learned_order_and_lowers_the_drift_as_eager_steps_do() -> None:
+    """Frozen weights, 3 epochs: the drift of captured and of eager steps agree, and the plan names the graph."""
+    torch.manual_seed(0)
+    x, y = torch.randn(1024, 20), torch.randint(0, 4, (1024,))
+    ratios = []
+    for capture in ("eager", "graph"):
+        torch.manual_seed(1)
+        net = nn.Sequential(nn.Linear(20, 32), nn.ReLU(), nn.LayerNorm(32), nn.Linear(32, 4))
+        order = BalancedOrder(1024, device="cuda:0", fallback=False)
+        run = headrace.fit(
+            net, (x, y), loss=F.cross_entropy, lr=1e-12, epochs=3, batch_size=16, order=order, seed=0,
+            device="cuda:0", capture=capture, workers="single", progress=False,
+        )  # fmt: skip
+        order.end_epoch()
+        assert sorted(order.rows().tolist()) == list(range(1024))
+        ratios.append(order.drift_ratio)
+        chosen = [d.value for d in run.plan.decisions if d.name == "capture"]
+        assert chosen[-1] == capture
+    assert ratios[0] == pytest.approx(ratios[1], rel=0.05)
+    assert ratios[1][-1] < 0.7 * ratios[1][0]
