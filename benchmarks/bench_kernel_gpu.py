@@ -31,14 +31,11 @@ import torch
 
 from headrace import KernelClassifier
 from headrace.kernel import base, fitting
-from headrace.kernel.expansion import Expansion, Part
 from headrace.kernel.functions import find_kernel
-from headrace.kernel.losses import find_loss
 from headrace.kernel.operands import Operands
-from headrace.kernel.precondition import build_preconditioner
 from headrace.kernel.products import KernelProduct
-from headrace.kernel.solver import Problem, _PlainStepper, batches
 from headrace.kernel.tiles import CANDIDATES, chosen
+from headrace.papers.eigenpro_imagenet import imagenet_epoch
 
 CUDA = torch.device("cuda", 0)
 AUTHORS_S = (65, 79)
@@ -216,25 +213,13 @@ def bench_floor(quick: bool) -> None:
 
 
 def bench_imagenet(quick: bool) -> None:
-    n, d, c, m, s, rate = 1_300_000, 1536, 1000, 4096, 5120, tf32_rate()
-    product = product_of(torch.randn(n, d, device=CUDA), fused=chosen(CUDA).works)
-    targets = torch.zeros(n, c, device=CUDA)
-    targets[torch.arange(n, device=CUDA), torch.randint(0, c, (n,), device=CUDA)] = 1
-    torch.set_float32_matmul_precision("high")
-    start = time.perf_counter()
-    preconditioner = build_preconditioner(product, s, m, rows=n)
-    torch.cuda.synchronize()
-    setup = time.perf_counter() - start
-    expansion = Expansion([Part(product=product, weights_pc=torch.zeros(n, c, device=CUDA), start=0)])
-    problem = Problem(expansion=expansion, targets_nc=targets, loss=find_loss("squared", c))
-    stepper = _PlainStepper(problem, preconditioner, 1.0)
-    rows = list(batches(0, n, m, torch.Generator().manual_seed(0)))
-    step = seconds(lambda: [stepper.step(part) for part in rows[:3]], rounds=2) / 3
-    epoch, floor = step * len(rows), 2 * n * n * (d + c) / rate
+    rate, d, c = tf32_rate(), 1536, 1000
+    found = imagenet_epoch(CUDA)
+    floor = 2 * found["rows"] ** 2 * (d + c) / rate
     say(
-        f"1.3 M × {d} → {c}: a batch of {m} takes {step:.4f} s (preconditioner, q={preconditioner.directions}, "
-        f"{setup:.1f} s); {len(rows)} of them are an epoch, extrapolated to {epoch:.1f} s (aim 60 s, floor "
-        f"{floor:.1f} s)"
+        f"1.3 M × {d} → {c}: a batch of {found['batch']} takes {found['step_s']:.4f} s (preconditioner, "
+        f"q={found['directions']}, {found['setup_s']:.1f} s; products {found['products']}); {found['batches']} of "
+        f"them are an epoch, extrapolated to {found['epoch_s']:.1f} s (aim 60 s, floor {floor:.1f} s)"
     )
 
 

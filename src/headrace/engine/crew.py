@@ -27,6 +27,7 @@ from headrace.engine.hogbatch import (
     run_hogbatch,
 )
 from headrace.engine.hogbatch.options import ALGORITHMS
+from headrace.engine.hogbatch.shared import staleness_labels
 from headrace.engine.hogbatch.trial import Verdict
 from headrace.engine.loader import Loader
 from headrace.engine.optimizers import USUAL_LR
@@ -97,7 +98,6 @@ def check_fits(options: FitOptions, task: TorchTask, source: Source) -> None:
         "transform=": options.transform is not None,
         "deterministic=True": options.deterministic,
         "a learned order": not isinstance(options.order, str) or options.order == "balanced",
-        "sparse columns": any(column.sparse for column in source.columns),
         "more than one input column": len(task.prepare.inputs) != 1,
     }
     for name, asked in refused.items():
@@ -106,8 +106,15 @@ def check_fits(options: FitOptions, task: TorchTask, source: Source) -> None:
 
 
 def worker_columns(task: TorchTask, source: Source) -> dict[str, Tensor]:
-    """The columns as workers take them."""
-    inputs, target = task.prepare(load(source, torch.device("cpu")))
+    """The columns as workers take them; CSR stays CSR."""
+    columns, prepare = load(source, torch.device("cpu")), task.prepare
+    x = columns[prepare.inputs[0]]
+    if x.layout == torch.sparse_csr:
+        return {
+            "x": x.to(prepare.floating),
+            "y": columns[prepare.target].to(prepare.target_type).contiguous(),
+        }
+    inputs, target = prepare(columns)
     return {"x": inputs[0].contiguous(), "y": target.contiguous()}
 
 
@@ -145,6 +152,7 @@ class Crew:
                 watcher.load(self.state)
             result = self._train(columns, options, watcher, resume)
             watcher.save(result.state)
+            watcher.summarise(result)
         why = watcher.why or (
             f"{graceful.received.name} was received" if graceful.received else f"{result.stopped_by} reached"
         )
@@ -200,6 +208,7 @@ class Watcher(Observer):
         self.best = Best()
         self.why: str | None = None
         self.passes = 0
+        self._notes = 0
         self._began_s = crew.records.seconds
         self._next_save_s = self._began_s + crew.options.checkpoint_s
 
@@ -208,19 +217,43 @@ class Watcher(Observer):
         if row["kind"] == "epoch":
             self._epoch_row = row
             return
+        if row["loss"] != row["loss"]:  # NaN: nothing was reported yet
+            return
         row = {**row, "seconds": crew.records.seconds, "step": row["updates"], "epoch": self.passes}
         crew.records.metrics(row)
-        self.progress.update(row["updates"], row["loss"], row["examples"], 0.0)
+        self.progress.update(row["updates"], row["loss"], row["examples"], 0.0, _by_kind(row))
+
+    def summarise(self, result: HogbatchResult) -> None:
+        """A last row: what each worker did, and how stale its writes were."""
+        labels = staleness_labels()
+        lists = {}
+        for worker in result.workers:
+            counts = [worker.staleness.get(label, 0) for label in labels]
+            last = max((i for i, count in enumerate(counts) if count), default=0)
+            lists[worker.name] = counts[: last + 1]
+        row: dict[str, Any] = {"kind": "summary", "epoch": self.passes, "step": result.updates}
+        row |= {"seconds": self.crew.records.seconds, "examples": result.rows, "staleness": lists}
+        for worker in result.workers:
+            row[f"utilisation/{worker.name}"] = worker.utilisation
+            row[f"share_of_updates/{worker.name}"] = result.update_ratios[worker.name]
+        if result.lost_merges == result.lost_merges:  # not NaN: there were merges
+            row["lost_merges"] = result.lost_merges
+        self.crew.records.metrics(row)
 
     def span(self, lane: str, name: str, start_s: float, end_s: float) -> None:
         self.crew.records.span(lane, name, self._began_s + start_s, self._began_s + end_s)
 
     def note(self, sentence: str) -> None:
         self.crew.records.instant("workers", sentence)
-        self.crew.say("workers_note", sentence, "from the workers")
+        self._notes += 1
+        number = f"_{self._notes}" if self._notes > 1 else ""
+        self.crew.say(f"workers_note{number}", sentence, "from the workers")
 
     def stopping(self) -> bool:
-        return self.graceful.received is not None
+        limit, passed = self.crew.rules.seconds, self.crew.records.seconds
+        if limit is not None and passed >= limit:  # by the wall clock: validation and earlier parts count
+            self.why = f"{limit:g} s are over"
+        return self.graceful.received is not None or self.why is not None
 
     def epoch_ended(self, epoch: int) -> bool:
         crew, row = self.crew, self._epoch_row
@@ -232,10 +265,10 @@ class Watcher(Observer):
             new.update({f"validation_{name}": value for name, value in found.items()})
             loss = found["loss"]
         crew.records.metrics(new)
-        self.progress.update(row["updates"], row["loss"], row["examples"], 0.0)
+        self.progress.update(row["updates"], row["loss"], row["examples"], 0.0, _by_kind(row))
         self.best.observe(loss)
         crew.schedule.observe(loss)
-        self.why = crew.rules.after_loss(loss) or crew.rules.after_pass(self.passes, self.best)
+        self.why = self.why or crew.rules.after_loss(loss) or crew.rules.after_pass(self.passes, self.best)
         if crew.records.seconds >= self._next_save_s:
             started_s = crew.records.seconds
             self.save(self._workers_state)
@@ -272,3 +305,18 @@ class Watcher(Observer):
         self.passes = int(state["passes"])
         self.best.load_state_dict(state["best"])
         self.crew.schedule.load_state_dict(state["schedule"])
+
+
+def _by_kind(row: Mapping[str, Any]) -> str:
+    """For the progress bar: each kind of worker's share of the updates, its batch and how busy it is."""
+    told = []
+    total = max(1, sum(value for key, value in row.items() if key.startswith("updates/")))
+    for kind in ("cpu", "cuda", "standin"):
+        names = [key.removeprefix("batch/") for key in row if key.startswith(f"batch/{kind}")]
+        if names:
+            share = sum(row[f"updates/{name}"] for name in names) / total
+            busy = sum(row[f"utilisation/{name}"] for name in names) / len(names)
+            sizes = {row[f"batch/{name}"] for name in names}
+            size = f"{min(sizes)}" if len(sizes) == 1 else f"{min(sizes)}–{max(sizes)}"
+            told.append(f"{len(names)} {kind}: {share:.0%} of updates, batch {size}, {busy:.0%} busy")
+    return "; ".join(told)

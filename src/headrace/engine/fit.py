@@ -161,6 +161,7 @@ class _Fitting:
     ) -> Run:
         crew = self._crew(basis, workers, records, state)
         crew.verdict = self._verdict
+        self.decide("device", "cpu", "the shared parameters are in host memory; CUDA workers keep a copy")
         if self.options.workers != "auto":
             self.decide("workers", workers, "asked for")
         self._open = records
@@ -346,6 +347,7 @@ class _Fitting:
             window=window,
             longest_order=len(source),
             before_batch=order.begin_batch if order is not None else None,
+            listener=order,
             chain=chain,
             why_no_chain=why,
             plain_convolutions=convolutions.value == "plain",

@@ -255,6 +255,10 @@ class KernelModel(BaseEstimator):  # type: ignore[misc]
                     f"centers={centers} must be 1 or more, an array of rows, or None for all rows"
                 )
             return int(centers)
+        if isinstance(centers, str | bool | float):
+            raise OptionError(
+                f"centers={centers!r}: give a whole number, an array of rows, or None for all rows"
+            )
         given = np.asarray(centers) if not hasattr(centers, "tocsr") else centers
         if given.ndim != 2 or given.shape[1] != rows.shape[1] or given.shape[0] < 1:
             raise OptionError(
