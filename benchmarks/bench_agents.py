@@ -9,6 +9,7 @@ one emulator thread; there it is the usual wrapper chain, and "same env" feeds i
     python benchmarks/bench_agents.py              # CartPole, about 40 s of CPU
     python benchmarks/bench_agents.py atari        # Pong, about 2 minutes; needs ale-py and opencv
     python benchmarks/bench_agents.py workers      # steps of one and of two workers
+    python benchmarks/bench_agents.py seeds [peer] # CartPole to a mean return of 475, ten seeds; 2 (peer: 8) minutes
 
 Measured on 2 cores of a Xeon (AVX-512, AMX), torch 2.13, gymnasium 1.4, ale-py 0.12.1, stable-baselines3 2.9.2,
 while the machine was busy with other work: read the ratios, not the rates.
@@ -165,9 +166,50 @@ def workers() -> None:
         print(f"{n} envs: two workers give {rates[1] / rates[0]:.2f} times one's steps/s", flush=True)
 
 
+def seeds(kind: str = "ours", count: int = 10, limit: int = 200_000) -> None:
+    """The step at which the mean return of the last 100 episodes reaches 475, for each seed; within 200,000."""
+    reached = []
+    for seed in range(count):
+        start = time.process_time()
+        step = _ours_to_475(seed, limit) if kind == "ours" else _theirs_to_475(seed, limit)
+        reached.append(step)
+        told = f"after {step:,} steps" if step else f"not within {limit:,}"
+        print(f"{kind}, seed {seed}: {told}, {time.process_time() - start:.1f} CPU-seconds", flush=True)
+    print(f"{kind}: {sum(step is not None for step in reached)} of {count} seeds reached 475", flush=True)
+
+
+def _ours_to_475(seed: int, limit: int) -> int | None:
+    agent = hr.ActorCritic("CartPole-v1", n_envs=8, seed=seed).learn(limit)
+    agent.close()
+    return next((int(row["step"]) for row in agent.metrics_ if row.get("return", 0.0) >= 475.0), None)
+
+
+def _theirs_to_475(seed: int, limit: int) -> int | None:
+    from stable_baselines3 import A2C
+    from stable_baselines3.common.callbacks import BaseCallback
+    from stable_baselines3.common.env_util import make_vec_env
+
+    found: list[int] = []
+
+    class Watch(BaseCallback):
+        def _on_step(self) -> bool:
+            return not found
+
+        def _on_rollout_end(self) -> None:
+            episodes = self.model.ep_info_buffer
+            if episodes and len(episodes) == 100 and np.mean([e["r"] for e in episodes]) >= 475.0:
+                found.append(self.num_timesteps)
+
+    model = A2C("MlpPolicy", make_vec_env("CartPole-v1", 8, seed=seed), seed=seed, device="cpu")
+    model.learn(limit, callback=Watch())
+    return found[0] if found else None
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     print(f"{'':32} {'headrace':>10} {'sb3 A2C':>10} {'ratio':>9}   steps per CPU-second")
-    {"cartpole": cartpole, "atari": atari, "workers": workers}[
-        sys.argv[1] if len(sys.argv) > 1 else "cartpole"
-    ]()
+    chosen = sys.argv[1] if len(sys.argv) > 1 else "cartpole"
+    if chosen == "seeds":
+        seeds(*sys.argv[2:3])
+    else:
+        {"cartpole": cartpole, "atari": atari, "workers": workers}[chosen]()

@@ -46,6 +46,8 @@ from headrace.cluster.training import Job
 from headrace.engine.options import FitOptions
 from headrace.engine.setup import open_data
 
+SIZES = (1, 2, 4, 8, 16, 32, 64)
+
 
 def job_for(workers: int, epochs: int) -> Job:
     torch.manual_seed(0)
@@ -71,7 +73,7 @@ def together(job: Job) -> ClusterResult:
 def alone(ray: object, job: Job) -> float:
     """CPU seconds per step of the same processes without a master."""
     actor = ray.remote(num_cpus=1)(WorkerActor)  # type: ignore[attr-defined]
-    workers = [actor.remote(f"alone-{rank}", rank, 1) for rank in range(job.world_size)]
+    workers = [actor.remote(f"alone-{rank}", rank) for rank in range(job.world_size)]
     found = ray.get([worker.alone.remote(job) for worker in workers])  # type: ignore[attr-defined]
     return sum(cpu_s for cpu_s, _ in found) / sum(steps for _, steps in found)
 
@@ -89,21 +91,23 @@ def main() -> None:
         own_s = alone(ray, job)
     pushes = sum(member[2] for member in result.workers.values())
     together_s = result.cpu_s / result.steps
-    merge_s = result.merge_s / pushes
+    master_s = result.master_cpu_s / pushes
     print(
         f"{arguments.workers} workers, {result.steps} steps, {pushes} pushes, B = {result.local_steps} at the end"
     )
     print(f"CPU per step: {own_s * 1e3:.2f} ms alone, {together_s * 1e3:.2f} ms with pulling and pushing")
-    print(f"with the master's merging: {(together_s + result.merge_s / result.steps) * 1e3:.2f} ms")
-    print(f"throughput lost: {1 - own_s / (together_s + result.merge_s / result.steps):.1%}")
+    whole_s = together_s + result.master_cpu_s / result.steps
+    print(f"with the master's process, {master_s * 1e3:.2f} ms for a push: {whole_s * 1e3:.2f} ms")
+    print(f"throughput lost: {1 - own_s / whole_s:.1%}; without the master {1 - own_s / together_s:.1%}")
     print(f"share of wall time in exchanges: {result.communication:.1%}; staleness {result.staleness}")
-    print("\nlink, one way   B      " + "".join(f"{n:>8}" for n in (1, 2, 4, 8, 16, 32, 64)) + "  workers")
+    print("\nlink, one way   B          " + "".join(f"{n:>8}" for n in SIZES) + "  workers")
     for message_s in (0.005, 0.02, 0.1):
-        planned = plan_local_steps(own_s, 2 * message_s + merge_s).value
-        costs = Costs(step_s=own_s, message_s=message_s, merge_s=merge_s)
-        points = [speed_up(costs, n, local_steps=planned) for n in (1, 2, 4, 8, 16, 32, 64)]
+        costs = Costs(step_s=own_s, message_s=message_s, merge_s=master_s)
+        exchange_s = 2 * message_s + master_s
+        planned = [plan_local_steps(own_s, exchange_s, workers=n, merge_s=master_s).value for n in SIZES]
+        points = [speed_up(costs, n, local_steps=b) for n, b in zip(SIZES, planned, strict=True)]
         row = "".join(f"{point.speed_up / point.workers:8.2f}" for point in points)
-        print(f"{message_s * 1e3:9.0f} ms {planned:6} {row}  × workers")
+        print(f"{message_s * 1e3:9.0f} ms {planned[0]:4}–{planned[-1]:<5} {row}  × workers")
 
 
 if __name__ == "__main__":

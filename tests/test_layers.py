@@ -22,6 +22,7 @@ MAY_IMPORT = {
     **{name: GROUND | {"engine", "hardware", "plan"} for name in APPLICATIONS},
     # An estimator's cluster= is followed through `training`, so that no application knows another.
     "topics": GROUND | {"engine", "hardware", "plan", "training"},
+    "agents": GROUND | {"engine", "hardware", "plan", "training"},
     "training": {"engine", "cluster"},
     "papers": GROUND | STAGES | APPLICATIONS | {"engine", "hardware", "plan"},
     "cli": GROUND | STAGES | APPLICATIONS | {"engine", "hardware", "plan", "papers", "training"},

@@ -31,8 +31,13 @@ Progress = Callable[[dict[str, Any], Callable[[], Any]], bool]
 """``(status, vector)`` a few times a second; ``vector()`` fetches the parameters, True ends the run."""
 
 
-def run_on_cluster(work: Any, cluster: Any, progress: Progress, *, cores: int = 1) -> Any:
-    """Train a `headrace.cluster.transport.Work` and return the `ClusterResult`; ``cores`` CPUs for each worker."""
+def run_on_cluster(
+    work: Any, cluster: Any, progress: Progress, *, cores: int = 1, steps: int | None = None
+) -> Any:
+    """Train a `headrace.cluster.transport.Work` and return the `ClusterResult`.
+
+    ``cores`` CPUs for each worker; ``steps`` of all workers together, None when the work or ``progress`` ends it.
+    """
     from headrace.cluster.driver import Observer, run_cluster
     from headrace.cluster.options import ClusterOptions
 
@@ -43,4 +48,6 @@ def run_on_cluster(work: Any, cluster: Any, progress: Progress, *, cores: int = 
     options = ClusterOptions.of(cluster)
     options = replace(options, cores=max(cores, options.cores))
     workers = options.workers if isinstance(options.workers, int) else 0
-    return run_cluster(replace(work, compress=options.compress, world_size=workers), options, Listener())
+    return run_cluster(
+        replace(work, compress=options.compress, world_size=workers), options, Listener(), steps=steps
+    )

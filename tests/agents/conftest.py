@@ -14,4 +14,5 @@ if HERE not in sys.path:
     sys.path.insert(0, HERE)
 
 if importlib.util.find_spec("gymnasium") is None:
-    collect_ignore = [f"test_{name}.py" for name in ("agent", "driver", "gradients", "learning", "workers")]
+    needy = ("agent", "driver", "gradients", "learning", "machines", "workers")
+    collect_ignore = [f"test_{name}.py" for name in needy]

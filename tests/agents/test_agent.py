@@ -182,7 +182,7 @@ def test_an_agent_is_not_loaded_for_another_space(tmp_path: Path) -> None:
         hr.ActorCritic.load(folder, hidden=(32,))
     about = json.loads((folder / "agent.json").read_text())
     (folder / "agent.json").write_text(json.dumps({**about, "format": 99}))
-    with pytest.raises(RunFolderError, match="format 1"):
+    with pytest.raises(RunFolderError, match="format 2"):
         hr.ActorCritic.load(folder)
     with pytest.raises(RunFolderError, match=r"holds no agent\.json"):
         hr.ActorCritic.load(tmp_path)

@@ -90,6 +90,21 @@ def test_gradient_is_autograd_s(
         np.testing.assert_allclose(before[name] - after[name], gradient, atol=2e-6, err_msg=name)
 
 
+@pytest.mark.parametrize("kind", [HandwrittenLearner, TorchLearner])
+def test_gradient_is_that_of_parameters_taken_over_after_acting(kind: Any) -> None:
+    """Overlapped acting and workers do that. Planted: activations of the older parameters."""
+    config = Config(n_steps=STEPS, n_envs=N, hidden=(7, 6), optimizer="sgd", max_grad_norm=0.0)
+    observations = Observations(spaces.Box(-9, 9, (5,), np.float32))
+    learner = kind(config, observations, Actions(ACTIONS["even"]), N, "sgd")
+    rng = np.random.default_rng(2)
+    batch = filled(learner, rng)
+    learner.set_theta(learner.theta + 0.1 * rng.normal(size=learner.theta.shape).astype(np.float32))
+    wanted, before = expected(learner, batch, config), learner.to_named()
+    learner.learn(batch, 1.0, report=False)
+    for name, gradient in wanted.items():
+        np.testing.assert_allclose(before[name] - learner.to_named()[name], gradient, atol=2e-6, err_msg=name)
+
+
 @pytest.mark.parametrize("action", list(ACTIONS))
 def test_both_learners_agree_on_losses_and_log_probabilities(action: str) -> None:
     found = []
@@ -132,8 +147,10 @@ def test_sampled_actions_follow_the_probabilities() -> None:
         assert ((counts - 20_000 * p) ** 2 / (20_000 * p)).sum() < 30
 
 
+@pytest.mark.parametrize("one_pass", [True, False])
 @pytest.mark.parametrize("name", ["rmsprop", "adam", "sgd"])
-def test_flat_optimisers_do_what_torch_s_do(name: str) -> None:
+def test_flat_optimisers_do_what_torch_s_do(name: str, one_pass: bool) -> None:
+    """``one_pass=False`` is what runs on an accelerator."""
     from headrace.agents.optimizers import FlatOptimizer
 
     theta, grad = torch.randn(30, generator=torch.Generator().manual_seed(0)), torch.zeros(30)
@@ -144,6 +161,8 @@ def test_flat_optimisers_do_what_torch_s_do(name: str) -> None:
         "sgd": lambda p: torch.optim.SGD(p, lr=0.01),
     }
     torchs, ours = made[name]([own]), FlatOptimizer(name, theta, grad, 0.5)
+    if not one_pass:
+        ours._step = getattr(ours, f"_{name}")
     for i in range(20):
         grad.copy_(torch.randn(30, generator=torch.Generator().manual_seed(i)) * 3)
         own.grad = grad.clone()

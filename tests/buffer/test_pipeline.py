@@ -152,12 +152,17 @@ def test_a_host_slot_is_not_refilled_before_it_is_copied(folder: Path) -> None:
 
 
 def test_a_device_slot_is_not_overwritten_while_it_is_held(folder: Path) -> None:
-    sequencer = Sequencer()
+    sequencer = Sequencer("slot")
     stage = staged_over(made(folder, sequencer, start=False), sequencer)
     stage.start()
+    sequencer.let("slot", 2)
     first, second = stage.take(), stage.take()
     assert first is not None
     assert second is not None
+    sequencer.until("slot", 3)
+    # The copier stands before the slots that are free, with the third buffer in its hands.
+    assert stage._free.empty(), "a slot that is held was given back"
+    sequencer.open("slot")
     sequencer.until("done", 8)
     assert sequencer.arrived["copied"] == 2, "a third buffer was copied into a slot that is held"
     assert is_whole(first.columns, steps()[0][0])

@@ -20,7 +20,7 @@ NODES = """
     import ray
     import torch
     from ray.cluster_utils import Cluster
-    from test_ray import network, problem
+    from test_ray import loss_of, network, problem
     from headrace.cluster.driver import Observer, run_cluster
     from headrace.cluster.options import ClusterOptions
     from headrace.cluster.sending import sendable
@@ -29,8 +29,8 @@ NODES = """
     from headrace.engine.setup import open_data
 
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    ray.init(address=cluster.address, log_to_driver=False)  # on the only node, which stays
     second = cluster.add_node(num_cpus=1)
-    ray.init(address=cluster.address, log_to_driver=False)
 
     class Trouble(Observer):
         done = False
@@ -42,11 +42,15 @@ NODES = """
                 cluster.add_node(num_cpus=1)
             return False
 
-    data, module, fit = problem(), network(), FitOptions(epochs=60, batch_size=10, lr=0.2)
-    job = Job(module=module, data=sendable(data, open_data(data, fit)[0]), options=fit, world_size=2, passes=60,
-              total_steps=3600)
-    result = run_cluster(job, ClusterOptions(workers=2, local_steps=4), Trouble())
+    def train(observer):
+        data, module, fit = problem(), network(), FitOptions(epochs=60, batch_size=10, lr=0.2)
+        job = Job(module=module, data=sendable(data, open_data(data, fit)[0]), options=fit, world_size=2, passes=60,
+                  total_steps=3600)
+        return run_cluster(job, ClusterOptions(workers=2, local_steps=4), observer), loss_of(module, data)
+
+    (result, loss), (_, undisturbed) = train(Trouble()), train(Observer())
     print("rows", result.rows, "lives", sorted(member[3] for member in result.workers.values()))
+    print("losses", loss, undisturbed, "as good:", loss < 1.5 * undisturbed)
     ray.shutdown()
     cluster.shutdown()
 """
@@ -108,6 +112,7 @@ def test_a_lost_nodes_worker_moves_to_a_node_that_joins_late() -> None:
     process = start(NODES)
     out, _ = process.communicate(timeout=240)
     assert process.returncode == 0 and f"rows {60 * 600} lives [1, 2]" in out, out[-3000:]
+    assert "as good: True" in out, out[-3000:]
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import time
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,13 +17,21 @@ from torch import nn
 
 from headrace.cluster.compress import Compressor, Packed
 from headrace.cluster.connect import reach, version_differences
-from headrace.cluster.fit import check_fits
+from headrace.cluster.fit import check_fits, on_each_machine
 from headrace.cluster.holder import Holder, shard_bounds
 from headrace.cluster.layout import Layout
 from headrace.cluster.machine import Apply, Key
 from headrace.cluster.options import ClusterOptions
-from headrace.cluster.planning import plan_local_steps, plan_workers, warnings_for
+from headrace.cluster.planning import (
+    BUSY,
+    most_local_steps,
+    plan_cluster,
+    plan_local_steps,
+    plan_workers,
+    warnings_for,
+)
 from headrace.cluster.sending import SentSource, from_wire, sendable, to_wire
+from headrace.cluster.shards import ShardActor
 from headrace.engine.options import FitOptions
 from headrace.engine.setup import open_data
 from headrace.errors import DeviceError, OptionError
@@ -97,6 +106,22 @@ def test_shards_cover_everything_and_none_is_too_large(entries: int, shard: int)
     assert all(0 < (stop - start) * 8 <= shard_bytes for start, stop in bounds)
 
 
+def test_a_shard_keeps_a_piece_until_its_worker_was_surely_answered() -> None:
+    """The master dies after a merge and before its answer: the push comes again, its piece does not."""
+    shard, piece = ShardActor(), to_wire(Packed(2, torch.ones(2)))
+    assert piece is not None
+    shard.begin(np.zeros(2, np.float32), None, 0)
+    first, second = Key("a", 1, 1), Key("a", 1, 2)
+    shard.hold(first, piece)
+    shard.apply(Apply(((first, 1.0),), 1, 1.0))
+    shard.begin(np.zeros(2, np.float32), None, 0)  # a master from a checkpoint before the merge
+    shard.apply(Apply(((first, 1.0),), 1, 1.0))
+    assert shard.vector().tolist() == [1.0, 1.0]
+    shard.hold(second, piece)
+    shard.begin(np.zeros(2, np.float32), None, 0)
+    assert list(shard.holder.held) == [second], "the worker went on: the first was answered"
+
+
 def test_a_module_comes_back_from_its_vector() -> None:
     module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     layout = Layout.of(module)
@@ -152,10 +177,22 @@ def test_what_cluster_may_not_be(value: Any, says: str) -> None:
         ClusterOptions.of(value)
 
 
-@pytest.mark.parametrize("wrong", [{"workers": {"cpu": 2}}, {"deterministic": True}, {"order": "balanced"}])
+@pytest.mark.parametrize("wrong", [{"schedule": "plateau"}, {"deterministic": True}, {"order": object()}])
 def test_what_does_not_go_with_a_cluster(wrong: dict[str, Any]) -> None:
     with pytest.raises(OptionError, match="cluster= do not go together"):
         check_fits(FitOptions(epochs=1, **wrong))
+
+
+def test_workers_beside_a_cluster_are_what_each_machine_runs_on() -> None:
+    two = ClusterOptions(workers=2)
+    assert on_each_machine(two, FitOptions(workers={"cpu": 3})).cores == 3
+    assert on_each_machine(two, FitOptions(workers={"cuda": 1})).gpus == 1
+    assert on_each_machine(two, FitOptions()) == two
+    for wrong in ("hogwild", {"cpu": 1, "cuda": 1}, {"processes": True}):
+        with pytest.raises(OptionError, match="each worker has cores"):
+            on_each_machine(two, FitOptions(workers=wrong))
+    with pytest.raises(OptionError, match="balanced"):
+        on_each_machine(ClusterOptions(workers=2, cores=2), FitOptions(order="balanced"))
 
 
 def test_an_address_that_does_not_answer_says_what_was_tried() -> None:
@@ -219,6 +256,28 @@ def test_workers_are_as_many_as_pay(total_steps: int, merge_s: float, value: int
         64, step_s=0.01, exchange_s=0.0101, merge_s=merge_s, local_steps=9, total_steps=total_steps
     )
     assert decision.value == value and why in decision.reason
+
+
+@settings(deadline=None)
+@given(step_s=st.floats(1e-4, 1), merge_s=st.floats(1e-4, 1), workers=st.integers(1, 100))
+def test_b_leaves_the_master_time_to_breathe(step_s: float, merge_s: float, workers: int) -> None:
+    exchange_s = 0.001 + merge_s
+    steps = plan_local_steps(step_s, exchange_s, workers=workers, merge_s=merge_s).value
+    assert workers * merge_s <= BUSY * (steps * step_s + exchange_s) * (1 + 1e-9)
+
+
+def test_what_is_left_to_us_is_planned_and_nothing_else() -> None:
+    measured: dict[str, Any] = {"step_s": 0.01, "exchange_s": 0.02, "merge_s": 0.001}
+    run: dict[str, Any] = {"total_steps": 10_000, "passes": 10}
+    both = plan_cluster(**measured, available=200, may_choose=True, local_steps=None, **run)
+    assert [(d.name, d.value) for d in both] == [("workers", 100), ("local_steps", 10)]
+    assert "√T" in both[0].reason and "more than 10" in both[1].reason
+    only = plan_cluster(**measured, available=200, may_choose=False, local_steps=None, **run)
+    assert [d.name for d in only] == ["local_steps"]
+    fixed = plan_cluster(**measured, available=200, may_choose=True, local_steps=3, **run)
+    assert [(d.name, d.value) for d in fixed] == [("workers", 50)], "the master serves a turn of 50 ms"
+    assert plan_cluster(**measured, available=2, may_choose=False, local_steps=3, **run) == []
+    assert most_local_steps(None, None, 4) >= 1
 
 
 def test_the_bounds_speak_only_when_they_are_passed() -> None:

@@ -99,6 +99,14 @@ def train(observer: Observer, epochs: int, folder: Path, **options: Any) -> tupl
     return module, run_cluster(job, ClusterOptions(workers=2, **options), observer, folder=folder)
 
 
+@pytest.fixture(scope="module")
+def undisturbed(ray: Any, tmp_path_factory: pytest.TempPathFactory) -> float:
+    """The loss that a run reaches in which nobody dies."""
+    module, result = train(Observer(), epochs=30, folder=tmp_path_factory.mktemp("calm"), local_steps=4)
+    assert result.rows == 30 * 600 and not result.notes
+    return loss_of(module, problem())
+
+
 def test_fit_on_a_cluster_learns_and_leaves_a_run_folder(ray: Any, tmp_path: Path) -> None:
     data, module = problem(), network()
     before = loss_of(module, data)
@@ -106,6 +114,7 @@ def test_fit_on_a_cluster_learns_and_leaves_a_run_folder(ray: Any, tmp_path: Pat
         module,
         data,
         cluster={"workers": 2, "accept": 2, "merge": "mean", "compress": "bf16"},
+        order="balanced",
         epochs=12,
         lr=0.5,
         batch_size=10,
@@ -120,6 +129,15 @@ def test_fit_on_a_cluster_learns_and_leaves_a_run_folder(ray: Any, tmp_path: Pat
     assert {"model.safetensors", "metrics.jsonl", "plan.json", "state"} <= {
         path.name for path in (tmp_path / "run").iterdir()
     }
+    told = {decision.name: decision for decision in run.plan.decisions}
+    assert "an exchange takes" in told["local_steps"].reason or "would keep" in told["local_steps"].reason
+    assert (
+        sum(run.last["staleness"]) == len([r for r in run.metrics if r["kind"] == "train"])
+        or sum(run.last["staleness"]) >= 2
+    ), "every push is in the histogram"
+    assert "Staleness" in (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    timeline = (tmp_path / "run" / "timeline.json").read_text(encoding="utf-8")
+    assert "worker-0" in timeline and "worker-1" in timeline and "exchange" in timeline
 
 
 @pytest.mark.parametrize("shard_bytes", [500, pytest.param(64 << 20, marks=pytest.mark.slow)])
@@ -134,13 +152,15 @@ def test_one_worker_with_one_local_step_is_the_engines_own_run(ray: Any, shard_b
         assert torch.equal(mine, theirs)
 
 
-def test_a_worker_that_is_killed_is_replaced_and_its_shard_goes_on(ray: Any, tmp_path: Path) -> None:
+def test_a_worker_that_is_killed_is_replaced_and_its_shard_goes_on(
+    ray: Any, tmp_path: Path, undisturbed: float
+) -> None:
     killer = Killer("ray::WorkerActor", at_step=100)
     module, result = train(killer, epochs=30, folder=tmp_path, local_steps=4)
     assert killer.killed and any("was lost and is started again" in note for note in result.notes)
     assert result.rows == 30 * 600, "every row of every pass is merged once"
     assert sorted(member[3] for member in result.workers.values()) == [1, 2]
-    assert loss_of(module, problem()) < 0.4
+    assert loss_of(module, problem()) < 1.5 * undisturbed < 0.4
 
 
 def test_a_worker_without_its_data_is_named(ray: Any, tmp_path: Path) -> None:
@@ -157,13 +177,17 @@ def test_a_worker_without_its_data_is_named(ray: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_master_that_is_killed_goes_on_from_its_checkpoint(ray: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("shard_bytes", [64 << 20, 500])
+def test_a_master_that_is_killed_goes_on_from_its_checkpoint(
+    ray: Any, tmp_path: Path, undisturbed: float, shard_bytes: int
+) -> None:
     killer = Killer("ray::MasterActor", at_step=400)
-    module, result = train(killer, epochs=60, folder=tmp_path, local_steps=4, checkpoint_every=20)
+    options = {"local_steps": 4, "checkpoint_every": 20, "shard_bytes": shard_bytes}
+    module, result = train(killer, epochs=60, folder=tmp_path, **options)
     assert killer.killed and any("went on from its checkpoint" in note for note in result.notes)
     lost = 60 * 60 - result.steps
     assert 0 <= lost <= 20 * 4 + 2 * 4, "at most the pushes since the last checkpoint"
-    assert loss_of(module, problem()) < 0.2
+    assert loss_of(module, problem()) < 1.1 * undisturbed, "twice the passes, less what was lost"
 
 
 def test_topics_are_learned_on_a_cluster(ray: Any) -> None:

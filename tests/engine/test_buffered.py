@@ -337,6 +337,20 @@ def test_buffers_reach_the_device_whole(folder: Path, direct: bool) -> None:
 
 
 @pytest.mark.gpu
+def test_a_slot_waits_for_work_that_is_queued_on_it(folder: Path) -> None:
+    """The device is kept busy before it reads a buffer, so that the next copies could overtake it."""
+    with loader(folder, device="cuda") as batches:
+        seen = []
+        for buffer in batches.buffers():
+            assert buffer.row_ids is not None
+            torch.cuda._sleep(50_000_000)
+            seen.append((buffer.row_ids.clone(), buffer.columns["x"][: len(buffer.row_ids), 0].clone()))
+            batches.consumed(len(buffer.order))
+        assert all(values.long().equal(rows) for rows, values in seen)
+        assert sorted(torch.cat([rows for rows, _ in seen]).tolist()) == list(range(ROWS))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("first", [0, 6])
 def test_a_captured_step_takes_every_buffer(folder: Path, first: int) -> None:
     """Also when the first buffer that it sees, and is captured on, is the short last one."""

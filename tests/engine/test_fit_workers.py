@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import headrace as hr
+from headrace.engine.records import Records
 from headrace.errors import OptionError
 
 QUIET: dict[str, Any] = {"progress": False, "tensorboard": False}
@@ -81,3 +83,27 @@ def test_a_run_over_workers_is_resumed_where_it_stopped(tmp_path: Path) -> None:
 def test_what_workers_cannot_do_gets_a_sentence(options: dict[str, Any], words: str) -> None:
     with pytest.raises(OptionError, match=words):
         hr.fit(network(), data(), epochs=1, lr=0.1, **options, **QUIET)
+
+
+def test_the_report_holds_what_the_workers_did(tmp_path: Path) -> None:
+    workers = {"cpu": 1, "standin": 1, "device_batch_size": 64}
+    run = hr.fit(network(), data(2000), lr=0.1, epochs=6, workers=workers, out=tmp_path / "run", **QUIET)
+    last = run.metrics[-1]
+    assert last["kind"] == "summary"
+    assert set(last["staleness"]) == {"cpu0", "standin0"}
+    assert last["share_of_updates/cpu0"] + last["share_of_updates/standin0"] == pytest.approx(1.0)
+    assert 0 < last["utilisation/cpu0"] <= 1.01
+    page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    for title in ("Staleness/cpu0", "Updates over steps", "Batch over time", "Utilisation over time"):
+        assert title in page
+    lanes = (tmp_path / "run" / "timeline.json").read_text(encoding="utf-8")
+    assert '"cpu0"' in lanes
+    assert '"standin0"' in lanes
+
+
+def test_seconds_are_those_of_the_wall_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A clock on which every look costs 0.05 s: what validation takes counts, and training time alone does not end it.
+    ticks = itertools.count()
+    monkeypatch.setattr(Records, "seconds", property(lambda _: 0.05 * next(ticks)))
+    run = hr.fit(network(), data(), lr=0.1, seconds=1.0, workers={"cpu": 1}, validation=0.25, **QUIET)
+    assert run.stopped_by == "1 s are over"

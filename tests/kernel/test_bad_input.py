@@ -50,6 +50,8 @@ LABELS = (Y > 0).astype(int)
         ({"max_memory": "lots"}, OptionError, "max_memory='lots'"),
         ({"max_memory": 1000}, OptionError, "need at least"),
         ({"centers": 0}, OptionError, "centers=0 must be 1 or more"),
+        ({"centers": 0.5}, OptionError, "centers=0.5: give a whole number"),
+        ({"centers": "many"}, OptionError, "centers='many': give a whole number"),
         ({"centers": np.ones((3, 2))}, OptionError, "the 4 features of X"),
         ({"early_stopping": True, "validation_fraction": 1.5}, OptionError, "between 0 and 1"),
         ({"early_stopping": True, "patience": 0}, OptionError, "patience=0"),
@@ -69,6 +71,11 @@ def test_nan_and_infinity(bad: float) -> None:
     for rows, targets in ((broken, Y), (sp.csr_matrix(broken), Y), (X, np.where(Y[0] == Y, bad, Y))):
         with pytest.raises(ValueError, match=r"NaN|infinity"):
             KernelRegressor(verbose=False).fit(rows, targets)
+
+
+def test_distances_that_overflow() -> None:
+    with pytest.raises(DataError, match=r"squared distances .* overflow float64; scale X"):
+        KernelRegressor(verbose=False).fit(X * 1e200, Y)
 
 
 def test_one_class_only() -> None:

@@ -122,6 +122,13 @@ def test_subsample_grows_with_the_batch() -> None:
     assert plan(100_000, 1 << 34, wanted_batch=8000).samples == 10_000
 
 
+def test_a_device_that_wants_too_much_of_few_rows_gets_less() -> None:
+    assert plan(60_000, 1 << 36, wanted_batch=16_384, on_cuda=True).batch == 2048
+    assert plan(640_000, 1 << 36, wanted_batch=16_384, on_cuda=True).batch == 16_384
+    assert plan(60_000, 1 << 36, wanted_batch=4096, on_cuda=True, fixed_batch=5000).batch == 5000
+    assert plan(60_000, 1 << 36, wanted_batch=4096).batch == 4096
+
+
 @given(st.integers(2501, 400_000), st.integers(64 << 20, 1 << 34))
 def test_what_is_planned_fits(n: int, budget: int) -> None:
     try:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from headrace import BalancedSampler
+from headrace.order.sketch import join
 
 N = 15
 
@@ -197,6 +198,61 @@ def test_exact_orders_are_those_of_materialised_gradients(name: str, kind: str) 
     assert orders == expected
     for ours, theirs in zip(trained, twin.parameters(), strict=True):
         assert torch.allclose(ours, theirs, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_sketches_are_projections_of_materialised_gradients(name: str) -> None:
+    """Whatever the order of contraction: Σ over parameters of R_oᵀ G R_i, a bias being one more column."""
+    make, inputs = MODELS[name]
+    torch.manual_seed(7)
+    x, y = inputs(1), torch.randint(0, 3, (N,), generator=torch.Generator().manual_seed(2))
+    model = make().double()
+    with torch.no_grad():
+        model(x[:2])
+    sampler = BalancedSampler(N)
+    sampler.watch(model)
+    sampler.begin_batch(torch.arange(N))
+    F.cross_entropy(model(x), y).backward()
+    learner = sampler.order.learner
+    assert learner is not None
+    learner.settle_watcher()
+    found = torch.cat([join([sketch], [scale]) for _, sketch, scale in learner._chunk])
+    sampler.unwatch()
+    named = dict(model.named_parameters(remove_duplicate=True))
+    biases = bias_to_weight(model)
+    for row in range(0, N, 5):
+        loss = F.cross_entropy(model(x[row : row + 1]), y[row : row + 1])
+        total = torch.zeros_like(found[0])
+        for parameter, g in zip(
+            named.values(), torch.autograd.grad(loss, list(named.values()), allow_unused=True), strict=True
+        ):
+            weight = biases.get(id(parameter))
+            projection = learner.projections.of(parameter if weight is None else weight, found)
+            if g is None:
+                continue
+            if weight is None:
+                total += (projection.rows.T @ g.reshape(len(g), -1) @ projection.columns).reshape(-1)
+            else:
+                total += torch.outer(projection.rows.T @ g, projection.bias).reshape(-1)
+        assert torch.allclose(found[row], total, rtol=1e-8, atol=1e-10)
+
+
+def bias_to_weight(model: nn.Module) -> dict[int, Tensor]:
+    """Biases whose sketch is one more column of a weight: those of matrices, not of norms and grouped filters."""
+    pairs: dict[int, Tensor] = {}
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase):
+            for name, parameter in module.named_parameters():
+                if name.startswith("bias"):
+                    pairs[id(parameter)] = getattr(module, name.replace("bias", "weight"))
+        elif isinstance(module, nn.MultiheadAttention):
+            if module.in_proj_weight is not None:
+                pairs[id(module.in_proj_bias)] = module.in_proj_weight
+        elif isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d):
+            grouped = not isinstance(module, nn.Linear) and module.groups > 1
+            if module.bias is not None and not grouped:
+                pairs[id(module.bias)] = module.weight
+    return pairs
 
 
 def test_watching_changes_no_gradient() -> None:

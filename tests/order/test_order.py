@@ -218,11 +218,17 @@ def test_costs_choose_what_a_reader_would() -> None:
     assert choose_gram(Sizes(8, 784, 6, 25)) == "materialise"
     assert choose_sketch(Sizes(64, 784, 6, 75), 64, 4, unfold=True) == "inputs"
     assert choose_sketch(Sizes(64, 512, 4, 4), 32, 8) == "materialise"
-    assert choose_sketch(Sizes(64, 32, 2000, 64), 32, 8) == "inputs"
+    # One product over all positions, then a small one per example: 1.0 against 2.4 ms at 32 positions of 512 × 128.
+    assert choose_sketch(Sizes(64, 32, 512, 128), 32, 8) == "sketch"
+    assert choose_sketch(Sizes(64, 784, 64, 75), 64, 4, unfold=True, touched=3) == "inputs"
+    assert choose_sketch(Sizes(64, 32, 384, 128), 8, 32) == "sketch"
     assert choose_tokens_gram(8, 4, 30, 64) == "ghost"
     assert choose_tokens_gram(8, 512, 20, 64) == "materialise"
     assert split_k(256, 128, 784) == (32, 8)
     assert split_k(256, 6, 75, convolution=True) == (64, 4)
+    assert split_k(256, 512, 128) == (8, 32)
+    assert split_k(256, 512, 128, table=True) == (32, 8)
+    assert split_k(256, 128, 1) == (32, 8)
     for k in (1, 7, 16, 100):
         rows, columns = split_k(k, 10, 10)
         assert rows * columns == k

@@ -17,6 +17,7 @@ from headrace import BalancedSampler
 from headrace.errors import DataError, ModelError, OptionError, UsageError
 from headrace.order.learner import KINDS
 from headrace.order.plain import PLAIN
+from headrace.order.sketch import join
 
 N = 37
 
@@ -275,7 +276,7 @@ def test_a_changing_amp_scale_is_undone() -> None:
             scaler.scale(F.cross_entropy(net(x[part]), y[part])).backward()
         learner = sampler.order.learner
         assert learner is not None
-        seen.append(torch.cat([v for _, v in learner._chunk]))
+        seen.append(torch.cat([join([sketch], [scale]) for _, sketch, scale in learner._chunk]))
         sampler.unwatch()
     assert torch.allclose(seen[0], seen[1], rtol=1e-4, atol=1e-5)
 
@@ -503,7 +504,9 @@ def test_short_batches_weigh_as_full_ones_under_a_mean_and_under_a_sum() -> None
         for part in (slice(0, 10), slice(10, 16)):
             F.cross_entropy(net(x[part]), y[part], reduction=reduction).backward()
         assert sampler.order.learner is not None
-        found.append(torch.cat([vectors for _, vectors in sampler.order.learner._chunk]))
+        found.append(
+            torch.cat([join([sketch], [scale]) for _, sketch, scale in sampler.order.learner._chunk])
+        )
     assert torch.allclose(*found, rtol=1e-4, atol=1e-6)
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from headrace.engine.loader import Loader
 from headrace.source import check_finite, open_source
 from headrace.types import InMemory, Source
 
@@ -73,3 +77,23 @@ def test_opening_a_source_gives_it_back(source: Source) -> None:
     assert open_source(source) is source
     check_finite(source)
     assert "40 rows" in repr(source)
+
+
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+def test_every_format_passes_through_buffers(source: Source, on_error: Any) -> None:
+    """Several buffers a pass: every row once, beside its own label, in another order the next time."""
+    x, y = expected()
+    known = {round(float(row.sum()), 4): int(label) for row, label in zip(x, y, strict=True)}
+    orders = []
+    with Loader(source, 4, buffer=13 * 20, device="cpu", on_error=on_error) as batches:
+        assert batches.plan["residence"] == "buffered"
+        for _ in range(2):
+            seen = [
+                (round(float(row.sum()), 4), int(label))
+                for rows, labels in batches
+                for row, label in zip(dense(rows), labels, strict=True)
+            ]
+            assert dict(seen) == known
+            assert len(seen) == 40
+            orders.append(seen)
+    assert orders[0] != orders[1]

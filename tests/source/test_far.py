@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import http.server
 import io
+import re
+import subprocess
+import sys
 import tarfile
+import threading
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import numpy as np
@@ -161,3 +168,92 @@ def test_sparse_rows_pass_through_buffers_from_mapped_parts(tmp_path: Path) -> N
     (tmp_path / "x_indices.npy").unlink()
     with pytest.raises(DataError, match=r"lacks x_indices\.npy"):
         open_source(tmp_path)
+
+
+class Ranges(http.server.SimpleHTTPRequestHandler):
+    """Serves the files of a folder, also in parts, which Python's own handler cannot."""
+
+    def log_message(self, *words: Any) -> None:
+        """Nothing is printed."""
+
+    def do_HEAD(self) -> None:
+        self.answer(body=False)
+
+    def do_GET(self) -> None:
+        self.answer(body=True)
+
+    def answer(self, *, body: bool) -> None:
+        path = Path(self.translate_path(self.path))
+        if path.is_dir():
+            links = "".join(f'<a href="{file.name}">{file.name}</a>' for file in sorted(path.iterdir()))
+            return self.reply(200, f"<html>{links}</html>".encode(), {"Content-Type": "text/html"}, body)
+        if not path.exists():
+            return self.reply(404, b"", {}, body)
+        data = path.read_bytes()
+        asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        if asked is None:
+            return self.reply(200, data, {"Accept-Ranges": "bytes"}, body)
+        first, last = int(asked[1]), min(int(asked[2]), len(data) - 1)
+        told = {"Content-Range": f"bytes {first}-{last}/{len(data)}"}
+        return self.reply(206, data[first : last + 1], told, body)
+
+    def reply(self, code: int, data: bytes, headers: dict[str, str], body: bool) -> None:
+        self.send_response(code)
+        for name, value in {"Content-Length": str(len(data)), **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if body:
+            self.wfile.write(data)
+
+
+def test_columns_behind_http_are_fetched_by_range(tmp_path: Path) -> None:
+    pytest.importorskip("aiohttp")
+    np.save(tmp_path / "x.npy", np.arange(60_000, dtype=np.float64).reshape(2000, 30))
+    np.save(tmp_path / "y.npy", np.arange(2000))
+    handler = functools.partial(Ranges, directory=str(tmp_path))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            url = f"http://127.0.0.1:{server.server_port}/"
+            with Loader(url, 50, device="cpu", buffer=300 * 128, block=20) as batches:
+                assert batches.plan["buffers"] > 5
+                rows = []
+                for x, y in batches:
+                    assert x[:, 0].equal(30.0 * y)
+                    rows += y.tolist()
+            assert sorted(rows) == list(range(2000))
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_a_disk_too_full_for_decoded_images_is_said_and_leaves_no_part(tmp_path: Path) -> None:
+    """The limit on the size of files stands for a disk that fills up after its free room was looked at."""
+    (tmp_path / "in").mkdir()
+    shard(tmp_path / "in" / "0.tar", range(12))
+    program = """
+import resource, sys
+import headrace as hr
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+try:
+    hr.open_source(sys.argv[1], cache=sys.argv[2], size=100)
+except hr.HeadraceError as error:
+    print(type(error).__name__, error)
+"""
+    command = [sys.executable, "-c", program, str(tmp_path / "in"), str(tmp_path / "cache")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"DataError .*cache could not hold 360000 bytes .*cache=False", done.stdout), done.stdout
+    assert "decoding 12 images once into 0.4 MB" in done.stderr
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_disk_without_room_is_said_before_anything_is_decoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shard(tmp_path / "0.tar", range(12))
+    usage = type("Usage", (), {"free": 1000})
+    monkeypatch.setattr("headrace.source.images.shutil.disk_usage", lambda folder: usage)
+    with pytest.raises(DataError, match=r"needs 1080 bytes in .*where 1000 are free; name another folder"):
+        open_source(tmp_path / "0.tar", cache=tmp_path / "cache")

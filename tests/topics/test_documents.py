@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gzip
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from scipy.sparse import csr_matrix, save_npz
+from scipy.sparse import csr_matrix, save_npz, vstack
 from sklearn.datasets import dump_svmlight_file
 
 from headrace import LatentDirichletAllocation
@@ -120,6 +121,65 @@ def test_learning_from_a_file_is_learning_from_the_matrix(
         assert by_file.n_batch_iter_ == by_matrix.n_batch_iter_
 
 
+def test_a_fitted_model_numbers_the_words_of_files(tmp_path: Path, counts: csr_matrix) -> None:
+    """Other documents use other words, in another order, and fewer of them."""
+    names = [f"word{i}" for i in range(WORDS)]
+    model = LatentDirichletAllocation(3, max_iter=1, random_state=0).fit(
+        open_documents(_token_strings(tmp_path / "all.parquet", counts, names), vocabulary=names)
+    )
+    some = counts[200:230]
+    assert some.nnz and len(np.unique(some.indices)) < WORDS
+    strings = _token_strings(tmp_path / "some.parquet", some, names)
+    assert np.array_equal(model.transform(strings), model.transform(some))
+    again = open_documents(tmp_path / "all.parquet", vocabulary=names)
+    assert model.history_ == [] and len(model.set_params(held_out=strings).fit(again).history_) == 1
+    model.set_params(held_out=None).fit(counts)
+    with pytest.raises(
+        DataError, match=r"some.parquet holds tokens that are strings, and the model does not know"
+    ):
+        model.transform(strings)
+    with pytest.raises(DataError, match=r"word 0 is 'word1' in these documents and 'word0' in the model"):
+        LatentDirichletAllocation(3, max_iter=1).fit(
+            open_documents(tmp_path / "all.parquet", vocabulary=names)
+        ).transform(open_documents(strings, vocabulary=names[1:] + names[:1]))
+
+
+def test_a_gensim_corpus_may_use_fewer_words_than_the_model(counts: csr_matrix) -> None:
+    documents = [list(zip(row.indices.tolist(), row.data.tolist(), strict=True)) for row in counts]
+    model = LatentDirichletAllocation(3, max_iter=1, random_state=0).fit(open_documents(documents, WORDS))
+    low = [[(word, count) for word, count in document if word < 50] for document in documents]
+    assert np.array_equal(model.transform(low), model.transform(open_documents(low, WORDS).whole().matrix()))
+    with pytest.raises(DataError, match="word number 900; the vocabulary is 0 to 199"):
+        model.transform([[(900, 1.0)]])
+
+
+def _token_strings(path: Path, counts: csr_matrix, names: list[str]) -> Path:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    rows = [
+        [names[word] for word, n in zip(row.indices, row.data, strict=True) for _ in range(int(n))]
+        for row in counts
+    ]
+    parquet.write_table(pa.table({"tokens": pa.array(rows, type=pa.list_(pa.string()))}), path)
+    return path
+
+
+def test_a_file_is_never_held_whole(tmp_path: Path, counts: csr_matrix) -> None:
+    """Learning from eight times as many documents needs no more memory."""
+    peaks = []
+    for times in (1, 8):
+        path = write("parquet", vstack([counts] * times, format="csr"), tmp_path)
+        model = LatentDirichletAllocation(3, learning_method="online", max_iter=1, batch_size=70)
+        tracemalloc.start()
+        model.fit(path)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+        assert model.n_batch_iter_ == 1 + -(-300 * times // 70)
+    held = 12 * counts.nnz * 8
+    assert peaks[1] - peaks[0] < 0.1 * held
+
+
 def test_a_stream_is_learned_once(counts: csr_matrix) -> None:
     pieces = (counts[first : first + 60] for first in range(0, 300, 60))
     model = LatentDirichletAllocation(6, learning_method="online", total_samples=300, batch_size=30)
@@ -132,6 +192,10 @@ def test_a_stream_is_learned_once(counts: csr_matrix) -> None:
         model.fit(iter([counts, counts[:, :190]]))
     with pytest.raises(DataError, match="ended before"):
         model.fit(iter([]))
+    with pytest.raises(
+        OptionError, match="evaluate_every is 1, which measures on the documents after a pass"
+    ):
+        model.set_params(evaluate_every=1).fit(iter([counts]))
 
 
 @pytest.mark.parametrize(
@@ -149,6 +213,21 @@ def test_bad_files_are_sentences(tmp_path: Path, name: str, text: str, sentence:
     (tmp_path / name).write_text(text)
     with pytest.raises(DataError, match=sentence):
         open_documents(tmp_path / name).whole()
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (None, "NoneType is no collection of documents"),
+        (["a text", "b"], "the documents are texts; count their words first"),
+        ([["a", "token"], ["b"]], "the documents are lists of tokens; count them first"),
+        ([[("a", 1), ("b", 2)]], r"documents of \(word number, count\) pairs"),
+        ([[(0, 1), (1, -2)], [(0, 1)]], "Negative values"),
+    ],
+)
+def test_what_is_no_documents_is_said(given: Any, sentence: str) -> None:
+    with pytest.raises(DataError, match=sentence):
+        LatentDirichletAllocation(2).fit(given)
 
 
 def test_other_mistakes_are_sentences(tmp_path: Path, counts: csr_matrix) -> None:

@@ -20,6 +20,7 @@ from sklearn.utils.estimator_checks import parametrize_with_checks
 from headrace import LatentDirichletAllocation
 from headrace.errors import DataError, DeviceError, OptionError
 from headrace.topics.compiled import announce
+from headrace.topics.corpus import corpus_of
 from headrace.topics.options import TopicWarning, resolve_jobs
 from headrace.topics.priors import improved
 
@@ -219,7 +220,6 @@ def test_partial_fit_goes_on_where_it_was(corpus: csr_matrix) -> None:
         ({"evaluate_every": 0.5}, "evaluate_every is 0.5"),
         ({"held_out": 1.5}, "held_out is 1.5"),
         ({"device": "gpu"}, "unknown device 'gpu'"),
-        ({"device": "torch", "learn_priors": True}, "learn_priors works with device='cpu' only"),
     ],
 )
 def test_bad_options_are_sentences(corpus: csr_matrix, options: dict[str, Any], sentence: str) -> None:
@@ -246,6 +246,14 @@ def test_bad_data_is_a_sentence(corpus: csr_matrix, fitted: LatentDirichletAlloc
         LatentDirichletAllocation().components_ = np.zeros((2, 3))
     with pytest.warns(TopicWarning, match="10 topics for 3 documents"):
         LatentDirichletAllocation(10, max_iter=1).fit(corpus[:3])
+
+
+def test_documents_without_any_word_are_noticed(corpus: csr_matrix) -> None:
+    with pytest.warns(TopicWarning, match="no document holds a word"):
+        model = LatentDirichletAllocation(2, max_iter=2, learning_method="online").fit(np.zeros((4, 5)))
+    assert np.isfinite(model.components_).all() and np.isnan(model.bound_)
+    with pytest.warns(TopicWarning, match="partial_fit learns on this machine alone"):
+        LatentDirichletAllocation(2, cluster=2).partial_fit(corpus)
 
 
 def test_empty_documents_have_the_prior(fitted: LatentDirichletAllocation, corpus: csr_matrix) -> None:
@@ -285,6 +293,51 @@ def test_torch_learns_as_the_kernels_do(
     torchs = LatentDirichletAllocation(6, device="torch", **options).fit(corpus)
     assert np.abs(ours.components_ - torchs.components_).max() < 0.02 * ours.components_.max()
     assert torchs.bound_ == pytest.approx(ours.bound_, rel=0.01)
+
+
+@pytest.mark.parametrize("method", ["online", "collapsed", "batch"])
+def test_torch_learns_the_prior_of_the_kernels(
+    corpus: csr_matrix, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from headrace.topics import estep
+
+    monkeypatch.setattr(estep.Inference, "noise_at", lambda self, step: 0)
+    options = {"learning_method": method, "batch_size": 512, "max_iter": 2, "random_state": 0}
+    ours, torchs = (
+        LatentDirichletAllocation(6, learn_priors=True, device=device, **options).fit(corpus)
+        for device in ("cpu", "torch")
+    )
+    assert np.ptp(ours.doc_topic_prior_) > 0.003
+    assert np.allclose(torchs.doc_topic_prior_, ours.doc_topic_prior_, rtol=0.03)
+    assert torchs.bound_ == pytest.approx(ours.bound_, rel=0.01)
+
+
+def test_bounds_of_torch_are_those_of_the_kernels(
+    corpus: csr_matrix, fitted: LatentDirichletAllocation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from headrace.topics import batched, device
+    from headrace.topics.bound import topic_bound
+
+    monkeypatch.setattr(batched, "GROUP_NUMBERS", 3_000)
+    monkeypatch.setattr(device, "DOCUMENTS_AT_ONCE", 128)
+    for method in ("online", "collapsed"):
+        models = [
+            LatentDirichletAllocation(
+                6, learning_method=method, device=name, mean_change_tol=1e-6, max_doc_update_iter=2000
+            )
+            for name in ("cpu", "torch")
+        ]
+        for model in models:
+            model.components_ = fitted.components_
+            model._topics.scale, model._topics.excess[:] = 0.5, model._topics.excess * 2
+            model._topics.recount()
+        ours, torchs = (model._learner() for model in models)
+        given = corpus_of(corpus)
+        assert torchs.bound(given) == pytest.approx(ours.bound(given), rel=1e-5)
+        there = torchs.there
+        assert there is not None
+        assert there.topic_bound() == pytest.approx(topic_bound(ours.topics), rel=1e-6)
+        assert torchs.perplexity([given]) == pytest.approx(ours.perplexity([given]), rel=1e-5)
 
 
 @pytest.mark.gpu

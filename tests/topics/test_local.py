@@ -16,10 +16,11 @@ from scipy.sparse import csr_matrix
 
 import headrace
 from headrace.errors import DivergenceError, OptionError, WorkerError
-from headrace.topics import local
+from headrace.topics import learner, local
 from headrace.topics.affine import Push, applied, joined, push_of, weakened
 from headrace.topics.corpus import corpus_of
 from headrace.topics.estep import Inference, in_threads, runs_of
+from headrace.topics.learner import warm_up
 from headrace.topics.local import Rate, check_finite, plan_rounds, run_steps
 from headrace.topics.options import resolve
 from headrace.topics.state import Scratch, Topics
@@ -221,6 +222,38 @@ def test_a_task_steps_on_columns_of_counts(corpus: csr_matrix, layout: str) -> N
     losses = [float(machine.step(batch, {}).loss) for _ in range(8)]
     assert losses[-1] < losses[0]
     assert machine.step(batch, {}).count == 64
+
+
+def test_a_fit_needs_the_topics_once() -> None:
+    """From the first draw to the last bound: λ, a worker's rows, and blocks of the start; no second λ."""
+    words, topics, documents = 120_000, 64, 300
+    draws = np.random.RandomState(0)
+    indices = draws.randint(0, words, documents * 20)
+    matrix = csr_matrix(
+        (np.ones(len(indices)), indices, np.arange(0, len(indices) + 1, 20)), shape=(documents, words)
+    )
+    model = headrace.LatentDirichletAllocation(topics, learning_method="online", batch_size=50, max_iter=2)
+    warm_up()
+    tracemalloc.start()
+    model.fit(matrix)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    # Sixteen topics of the start in float64, drawn and less the prior, are another λ at 64 topics; at 1000 a sixteenth.
+    assert peak < 2.2 * words * topics * 4
+
+
+def test_the_start_is_scikit_learns() -> None:
+    drawn = Topics.drawn(np.random.RandomState(3), 21, 30, 0.2).components()
+    assert np.allclose(drawn, np.random.RandomState(3).gamma(100.0, 0.01, (21, 30)), atol=1e-6)
+
+
+def test_a_bound_of_many_documents_is_the_sum_of_pieces(
+    corpus: csr_matrix, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = headrace.LatentDirichletAllocation(6, max_iter=1, random_state=0).fit(corpus)
+    whole = model.score(corpus)
+    monkeypatch.setattr(learner, "PIECE", 64)
+    assert model.score(corpus) == pytest.approx(whole, rel=1e-9)
 
 
 def test_memory_is_the_topics_and_the_rows_in_use() -> None:

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from headrace.agents import environments, files, synchronous
-from headrace.agents.build import derive_seeds, is_handwritten, make_learner
+from headrace.agents.build import derive_seeds, is_handwritten, is_kept, make_learner
 from headrace.agents.config import Config
 from headrace.agents.driver import Driver
 from headrace.agents.evaluate import Evaluation, play_episodes
@@ -37,8 +37,9 @@ class ActorCritic:
 
     ``env`` is an id such as ``"CartPole-v1"``, a function that makes an environment, or a vector environment.
     ``policy`` is "auto", "mlp", "cnn", "lstm" or a torch module. ``workers=2`` and more learn in their own processes.
-    ``cluster`` is None, or an object whose ``open_store(names_to_arrays)`` gives a `types.ParameterStore` that
-    every worker can reach. All other options are the fields of `config.Config`.
+    ``cluster`` is a number of Ray workers on this machine (3), "auto", an address, or a mapping as for `headrace.fit`;
+    or an object whose ``open_store(names_to_arrays)`` gives a `types.ParameterStore` that every worker can reach.
+    All other options are the fields of `config.Config`.
     """
 
     def __init__(
@@ -99,23 +100,30 @@ class ActorCritic:
         fixed = None if travels else int(made.env.num_envs)
         observations = Observations(made.env.single_observation_space)
         try:
-            config, plan = resolve(asked, observations, fixed_n=fixed, cuda=torch.cuda.is_available())
+            config, plan = resolve(
+                asked,
+                observations,
+                fixed_n=fixed,
+                cuda=torch.cuda.is_available(),
+                cluster=self.cluster is not None,
+            )
         except BaseException:
             made.env.close()
             raise
         if travels and made.env.num_envs != config.n_envs:
             made.env.close()
             made = self._make(config.n_envs)
-        if config.workers > 1 and not travels:
+        if (config.workers > 1 or self.cluster is not None) and not travels:
+            several = f"workers={config.workers}" if self.cluster is None else f"cluster={self.cluster!r}"
             raise OptionError(
-                f"workers={config.workers} need an environment that each can make: give an id or a function instead "
+                f"{several} need an environment that each can make: give an id or a function instead "
                 f"of a {type(self.env).__name__}"
             )
-        fast = self.module is None and is_handwritten(config)
-        learner = "hand-written" if fast else "torch"
-        reason = (
-            "a small network on the CPU" if fast else "the network, the device or the precision asks for it"
-        )
+        learner, reason = "torch", "the network, the device or the precision asks for it"
+        if self.module is None and is_handwritten(config):
+            learner, reason = "hand-written", "a small network on the CPU"
+        elif self.module is None and is_kept(config, observations):
+            learner, reason = "images", "one image on the CPU: what acting computed is kept for learning"
         return made, config, plan.with_("learner", learner, reason)
 
     def _make(self, n_envs: int) -> environments.Made:

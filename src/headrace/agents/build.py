@@ -34,6 +34,18 @@ def is_handwritten(config: Config) -> bool:
     )
 
 
+def is_kept(config: Config, observations: Observations) -> bool:
+    """Whether the learner of `images` serves it: one image and nothing beside it, on the cores, not compiled."""
+    leaves = observations.leaves
+    return (
+        config.policy == "cnn"
+        and config.device == "cpu"
+        and not config.compiled
+        and len(leaves) == 1
+        and leaves[0].kind == "image"
+    )
+
+
 def make_learner(
     config: Config, observations: Observations, actions: Actions, n: int, optimizer: Any, module: Any
 ) -> Learner:
@@ -43,6 +55,10 @@ def make_learner(
         from headrace.agents.handwritten import HandwrittenLearner
 
         return HandwrittenLearner(config, observations, actions, n, kind)
+    if module is None and is_kept(config, observations):
+        from headrace.agents.images import ImageLearner
+
+        return ImageLearner(config, observations, actions, n, kind)
     from headrace.agents.torch_learner import TorchLearner
 
     return TorchLearner(config, observations, actions, n, kind, module)

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from headrace.agents.rollout import Learner
 from headrace.errors import ModelError, RunFolderError
 
-FORMAT = 1
+FORMAT = 2
+"""2: the layer over the convolutions takes pixels one by one with their channels together, not channel by channel."""
 _SUMS = "normalization."
 
 

@@ -1,8 +1,8 @@
 """The learner for small networks on the CPU: `Mlp` and a head of `heads`, with nothing in between.
 
 Memory. All activations of a rollout lie in one `Activations` of (t+1)·n rows; step ``t`` writes rows t·n to (t+1)·n.
-Learning reads the first t·n rows: they were computed with the present parameters, unless other workers' updates
-were taken in since, in which case `refresh` computes them anew.
+Learning reads the first t·n rows: they were computed with the present parameters, unless others were taken over since
+(overlapped acting, V-trace), in which case they are computed anew.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ class HandwrittenLearner:
         self._raw_m = self.raw.reshape(steps * n, -1)
         self._unscaled = np.zeros((steps, n, self.observations.width), np.float32) if self.moments else None
         self._log_probs: Array | None = None
+        self._changed = True  # the parameters, since the rollout in memory was acted
 
     @property
     def theta(self) -> Array:
@@ -72,6 +73,7 @@ class HandwrittenLearner:
 
     def set_theta(self, theta: Array) -> None:
         self.net.theta[:] = theta
+        self._changed = True
 
     def _encode(self, t: int, obs: Any) -> None:
         inputs = self._inputs[t]
@@ -87,6 +89,7 @@ class HandwrittenLearner:
             len(self.raw), self.n, *self.head.noise_shape
         )
         self._encode(0, driver.obs)
+        self._changed = False
 
     def act(self, t: int) -> Array:
         acts = self._steps[t]
@@ -122,12 +125,15 @@ class HandwrittenLearner:
         acts = self._learned
         self.net.forward(acts)
         self.net.forward(self._steps[-1])
+        self._changed = False
         now = self.head.log_prob(acts.out, self.net.extra, self._raw_m)
         ratios: Array = (now - self._log_probs).reshape(len(self.raw), self.n)
         return ratios
 
     def learn(self, batch: Batch, lr: float, report: bool) -> dict[str, float]:
         config, acts = self.config, self._learned
+        if self._changed:
+            self.net.forward(acts)
         weights_m = batch.weights.reshape(-1)
         weight_m = batch.advantages.reshape(-1) * weights_m
         entropy_m = weights_m * np.float32(config.entropy_coef) if config.entropy_coef else None
@@ -169,6 +175,7 @@ class HandwrittenLearner:
 
     def from_named(self, named: dict[str, Array]) -> None:
         self.net.from_named(named)
+        self._changed = True
 
 
 class HandwrittenPlayer:

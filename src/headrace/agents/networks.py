@@ -77,20 +77,29 @@ _CONVOLUTIONS = {
 }
 
 
+class Unroll(nn.Module):
+    """Images as rows, channel by channel within a pixel: with channels last in memory nothing is copied."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.permute(0, 2, 3, 1).flatten(1)
+
+
 class ImageEncoder(nn.Module):
     """Convolutions over one image leaf, flattened."""
 
     def __init__(self, leaf: Leaf, kind: str) -> None:
         super().__init__()
         self.channels_last = leaf.channels_last
-        self.scale = 1.0 / 255.0 if leaf.dtype == "uint8" else 1.0
+        self.of_bytes = leaf.dtype == "uint8"
+        self.scale = 1.0 / 255.0 if self.of_bytes else 1.0
         shape = (leaf.shape[2], *leaf.shape[:2]) if leaf.channels_last else leaf.shape
         layers: list[nn.Module] = []
         channels = shape[0]
         for out, size, stride in _CONVOLUTIONS[kind][0]:
             layers += [_layer(nn.Conv2d(channels, out, size, stride), math.sqrt(2)), nn.ReLU()]
             channels = out
-        self.layers = nn.Sequential(*layers, nn.Flatten())
+        self.layers = nn.Sequential(*layers, Unroll())
+        self.shape = shape
         with torch.no_grad():
             try:
                 self.width = self.layers(torch.zeros(1, *shape)).shape[1]

@@ -34,21 +34,45 @@ class FlatOptimizer:
             self._own = kind([parameter])
             self._step: Step = self._step_own
         else:
-            self._step = {"rmsprop": self._rmsprop, "adam": self._adam, "sgd": self._sgd}[kind]
+            one_pass = theta.device.type == "cpu" and kind != "sgd"
+            self._step = self._fused if one_pass else {
+                "rmsprop": self._rmsprop, "adam": self._adam, "sgd": self._sgd
+            }[kind]  # fmt: skip
             names = {"rmsprop": ("squares",), "adam": ("means", "squares"), "sgd": ()}[kind]
             self.state = {name: torch.zeros_like(theta) for name in names}
-            self._scratch = torch.empty_like(theta)
+            self._scratch = torch.zeros_like(theta)
         if kind == "adam":
             self.state["count"] = torch.zeros((), dtype=torch.float32, device=theta.device)
+        self._kind = kind
+        # RMSprop is Adam without a memory of the gradient, long after its start.
+        self._long_after = torch.full((), 1e9)
 
     def step(self, lr: float | None = None) -> None:
         """Clip the gradient and take one step; ``lr=None`` keeps the rate that `minus_lr` holds."""
         if lr is not None:
             self.minus_lr.fill_(-lr)
+        if self._step == self._fused:
+            self._fused()
+            return
         if self.max_norm > 0:
             norm = torch.linalg.vector_norm(self.grad)
             self.grad.mul_((self.max_norm / norm.add_(1e-6)).clamp_(max=1.0))
         self._step()
+
+    def _fused(self) -> None:
+        """Clipping and the step in one pass over memory by torch's own kernel for cores."""
+        scale = None
+        if self.max_norm > 0:
+            scale = torch.linalg.vector_norm(self.grad).add_(1e-6).div_(self.max_norm).clamp_(min=1.0)
+        if self._kind == "adam":
+            means, count, keep, betas = self.state["means"], self.state["count"], 0.9, 0.999
+            count += 1
+        else:
+            means, count, keep, betas = self._scratch, self._long_after, 0.0, 0.99
+        torch._fused_adam_(
+            [self.theta], [self.grad], [means], [self.state["squares"]], [], [count], lr=-self.minus_lr.item(),
+            beta1=keep, beta2=betas, weight_decay=0.0, eps=1e-5, amsgrad=False, maximize=False, grad_scale=scale,
+        )  # fmt: skip
 
     def _sgd(self) -> None:
         self.theta.addcmul_(self.grad, self.minus_lr)

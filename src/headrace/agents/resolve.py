@@ -24,11 +24,17 @@ DEFAULTS: dict[str, Any] = {
 
 
 def resolve(
-    asked: dict[str, Any], observations: Observations, *, fixed_n: int | None, cuda: bool
+    asked: dict[str, Any],
+    observations: Observations,
+    *,
+    fixed_n: int | None,
+    cuda: bool,
+    cluster: bool = False,
 ) -> tuple[Config, Plan]:
     """A complete configuration, and why each "auto" became what it is.
 
-    ``fixed_n`` is the number of rows of a vector environment that was passed in; ``cuda`` says whether there is one.
+    ``fixed_n`` is the number of rows of a vector environment that was passed in; ``cuda`` says whether there is one;
+    ``cluster`` says that machines are to learn together.
     """
     chosen = {**DEFAULTS, **asked}
     images = any(leaf.kind == "image" for leaf in observations.leaves)
@@ -64,7 +70,7 @@ def resolve(
         decide("entropy_coef", 0.0, "small control tasks explore enough by sampling")
         decide("clip_rewards", 0.0, "rewards are used as they are")
     workers = _workers(chosen, decide)
-    _mode(chosen, workers, decide)
+    _mode(chosen, workers, cluster, decide)
     small = chosen["policy"] == "mlp"
     if cuda and not small:
         decide("device", "cuda", "a CUDA device is there and the network is large enough to use it")
@@ -89,13 +95,16 @@ def _workers(chosen: dict[str, Any], decide: Any) -> int:
     return workers
 
 
-def _mode(chosen: dict[str, Any], workers: int, decide: Any) -> None:
-    if workers == 1:
+def _mode(chosen: dict[str, Any], workers: int, cluster: bool, decide: Any) -> None:
+    if cluster:
+        decide("mode", "hybrid", "synchronous inside each machine, asynchronous between them")
+    elif workers == 1:
         decide("mode", "synchronous", "one worker")
     else:
         decide("mode", "hybrid", "synchronous inside each worker, asynchronous between them")
-    if chosen["mode"] == "synchronous" and workers > 1:
+    if chosen["mode"] == "synchronous" and (cluster or workers > 1):
+        several = "cluster=" if cluster else f"workers={workers}"
         raise OptionError(
-            f'mode="synchronous" is one learner, and workers={workers} were asked for; raise n_envs instead, '
+            f'mode="synchronous" is one learner, and {several} asks for several; raise n_envs instead, '
             'or choose mode="hybrid"'
         )

@@ -65,18 +65,22 @@ class _Worker:
 
 
 def run(agent: ActorCritic, goal: Goal, report: Report, records: Records) -> str:
-    """Learn with several workers until the goal is reached; returns why it ended."""
+    """Learn with several workers or machines until the goal is reached; returns why it ended."""
     config = agent.config
     if config.mode == "asynchronous":
         # A3C's workers: one environment each, and every update is pushed at once.
         config = dataclasses.replace(config, n_envs=1, push_every=1)
-    loop = Loop(agent.config, agent._driver, agent._learner)
-    context = multiprocessing.get_context("spawn")
-    store = _open_store(agent, context, shared_values(loop))
     spec = Spec(
         config=config, goal=goal, env=agent.env, env_options=agent.env_options, vectorization=agent.vectorization,
         optimizer=agent.optimizer, module=agent.module,
     )  # fmt: skip
+    if agent.cluster is not None and not hasattr(agent.cluster, "open_store"):
+        from headrace.agents import machines
+
+        return machines.run(agent, spec, goal, report)
+    loop = Loop(agent.config, agent._driver, agent._learner)
+    context = multiprocessing.get_context("spawn")
+    store = _open_store(agent, context, shared_values(loop))
     try:
         with _Watch(spec, store, Board(context, config.workers), context, report, records) as watch:
             return watch.go()
@@ -89,11 +93,6 @@ def run(agent: ActorCritic, goal: Goal, report: Report, records: Records) -> str
 def _open_store(agent: ActorCritic, context: Any, values: dict[str, Any]) -> Any:
     if agent.cluster is None:
         return SharedStore(context, values)
-    if not hasattr(agent.cluster, "open_store"):
-        raise OptionError(
-            f"cluster={agent.cluster!r} cannot hold an agent's parameters: it needs open_store(values), giving an "
-            "object with pull() and push(difference); leave it out to use this machine"
-        )
     return agent.cluster.open_store(values)
 
 

@@ -155,10 +155,21 @@ class TorchLearner:
                 out, values = self.network(obs)
         return out, values, state
 
+    def _pass(self, t: int) -> tuple[Tensor, Tensor]:
+        """Outputs and values of step ``t``'s observations; a recurrent state goes on."""
+        obs = {name: tensor[t] for name, tensor in self.obs.items()}
+        out, values, self._state = self.forward(obs, self._state, self.fresh[t : t + 1])
+        return out, values
+
+    def _pass_rows(self, steps: int) -> tuple[Tensor, Tensor]:
+        """The same for all rows of the first ``steps`` steps, from the rollout's first state on."""
+        rows = {name: tensor[:steps].flatten(0, 1) for name, tensor in self.obs.items()}
+        out, values, _ = self.forward(rows, self._first_state, self.fresh[:steps])
+        return out, values
+
     def act(self, t: int) -> Array:
         with torch.no_grad():
-            obs = {name: tensor[t] for name, tensor in self.obs.items()}
-            out, values, self._state = self.forward(obs, self._state, self.fresh[t : t + 1])
+            out, values = self._pass(t)
             raw = self.head.sample(out, self.log_std, self.generator)
             self.raw[t] = raw
             self.values_t[t] = values
@@ -178,8 +189,9 @@ class TorchLearner:
 
     def finish(self) -> None:
         with torch.no_grad():
-            obs = {name: tensor[-1] for name, tensor in self.obs.items()}
-            self.values_t[-1] = self.forward(obs, self._state, self.fresh[-1:])[1]
+            state = self._state
+            self.values_t[-1] = self._pass(self.config.n_steps)[1]
+            self._state = state  # the next rollout passes this observation again
         self._publish()
 
     def _publish(self) -> None:
@@ -209,7 +221,7 @@ class TorchLearner:
 
     @torch.no_grad()
     def refresh(self) -> Array:
-        out, values, _ = self.forward(self._rows(None), self._first_state, self.fresh)
+        out, values = self._pass_rows(len(self.fresh))
         kept = len(self.raw) * self.n
         raw = self.raw.view(kept, -1)
         now = self.head.measure(out[:kept], self.log_std, raw)[0]
@@ -218,13 +230,10 @@ class TorchLearner:
         ratios: Array = (now.view_as(self.log_probs) - self.log_probs).cpu().numpy()
         return ratios
 
-    def _rows(self, steps: int | None) -> dict[str, Tensor]:
-        return {name: tensor[:steps].flatten(0, 1) for name, tensor in self.obs.items()}
-
     def loss(self) -> tuple[Tensor, Tensor]:
         """The loss of the rollout in memory, and its parts, detached: policy, value, entropy."""
         steps = len(self.raw)
-        out, values, _ = self.forward(self._rows(steps), self._first_state, self.fresh[:steps])
+        out, values = self._pass_rows(steps)
         log_p, entropy = self.head.measure(out, self.log_std, self.raw.flatten(0, 1))
         advantages, targets, weights = self.batch
         policy = -(weights * advantages * log_p).sum()

@@ -92,6 +92,7 @@ class DeviceStage:
     def _copy_all(self) -> None:
         try:
             while (loaded := self.host.take()) is not None:
+                self._pause("slot")
                 free = self._free.get()
                 if free is None:
                     return

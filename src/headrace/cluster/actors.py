@@ -17,6 +17,7 @@ import time
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -49,7 +50,13 @@ from headrace.errors import RunFolderError
 from headrace.types import State
 
 PUSHES_BEFORE_PLANNING = 6
-"""The first pushes pay for compilation and connections; a guess."""
+"""Pushes between two plans of B; a guess."""
+
+MOST_SPANS = 10_000
+PROBE_S = 0.05
+"""Steps are measured for about so long before a run; a guess."""
+PROBE_STEPS = 64
+PROBE_EXCHANGES = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,9 +69,19 @@ class MasterSpec:
     """Where its checkpoints lie."""
     bounds: tuple[tuple[int, int], ...] = ()
     """The ranges of the shards; empty when the master holds everything itself."""
-    most_local_steps: int
     plans: bool
     """Whether B is planned from what is measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """Seconds, of one worker before the run begins."""
+
+    step_s: float
+    exchange_s: float
+    """Packing a push, sending it, merging it, and getting the answer."""
+    merge_s: float
+    """The master's part of that."""
 
 
 class MasterActor:
@@ -77,7 +94,9 @@ class MasterActor:
         self.waiting: dict[Key, asyncio.Future[Any]] = {}
         self.recent: deque[tuple[float, float]] = deque(maxlen=PUSHES_BEFORE_PLANNING)
         self.pushes, self.compute_s, self.exchange_s = 0, 0.0, 0.0
-        self.merge_s = 0.0
+        self.merge_s, self.began_cpu_s = 0.0, time.process_time()
+        self.most_local_steps, self.workers = 1, 1
+        self.spans: list[tuple[str, float, float, float]] = []
         self.begun = False
         self.seconds, self.rows = 0.0, 0
         self.service: Service
@@ -86,6 +105,9 @@ class MasterActor:
             self._hold(state["cluster"]["values"])
             self.service.load_state_dict(state["cluster"])
             self.seconds, self.rows = state["seconds"], state["rows"]
+            self.most_local_steps, self.workers = state["most_local_steps"], state["workers"]
+            if spec.plans:
+                self.service.handle(Replan(state["local_steps"]))
 
     def _hold(self, vector: torch.Tensor) -> None:
         holder = Holder(vector.clone(), self.spec.statistics_from)
@@ -110,10 +132,10 @@ class MasterActor:
         future = self.waiting.get(event.key)
         if future is None:
             future = self.waiting[event.key] = asyncio.get_running_loop().create_future()
-        began_s = time.perf_counter()
+        began_s = time.thread_time()
         self._obey(self.service.handle(event, from_wire(wire)))
         if isinstance(event, Push):
-            self.merge_s += time.perf_counter() - began_s
+            self.merge_s += time.thread_time() - began_s
             self._measure(event)
         answer: tuple[Any, ...] = await future
         return answer
@@ -147,6 +169,21 @@ class MasterActor:
             self.service.holder.forget(worker, life)
         return life + 1
 
+    async def rehearse(self, wire: Wire | None) -> tuple[float, NDArray[Any] | None]:
+        """What a push costs, without one: merge into a copy, and answer with it. With shards they do the work."""
+        packed, began_s = from_wire(wire), time.thread_time()
+        if packed is None:
+            return 0.0, None
+        copy = self.service.holder.vector()
+        packed.add_to(copy, 1.0)
+        return time.thread_time() - began_s, as_array(copy)
+
+    async def plan(self, workers: int, local_steps: int | None, most_local_steps: int) -> None:
+        """What the driver has planned; B is kept where it is None."""
+        self.workers, self.most_local_steps = workers, most_local_steps
+        if local_steps is not None:
+            self._obey(self.service.handle(Replan(local_steps)))
+
     async def lives(self) -> dict[str, int]:
         """Worker → its newest life, from a checkpoint."""
         return {name: member.life for name, member in self.service.master.members.items()}
@@ -159,7 +196,12 @@ class MasterActor:
         self.seconds, self.rows = seconds, rows
         master = self.service.master
         losses, self.service.losses = self.service.losses, []
+        spans, self.spans = self.spans, []
+        now_s = time.perf_counter()
         return {
+            # Worker, how long ago its push came, how long its steps took and the exchange before them.
+            "spans": [(name, now_s - at_s, took_s, sent_s) for name, at_s, took_s, sent_s in spans],
+            "staleness": dict(master.staleness),
             "steps": master.steps,
             "version": master.version,
             "losses": losses,
@@ -175,6 +217,7 @@ class MasterActor:
             "vector": as_array(self.service.holder.vector()),
             "staleness": dict(master.staleness),
             "merge_s": self.merge_s,
+            "master_cpu_s": time.process_time() - self.began_cpu_s,
             "compute_s": self.compute_s,
             "exchange_s": self.exchange_s,
             "came_back": not self.begun,
@@ -193,6 +236,9 @@ class MasterActor:
             "rows": self.rows,
             "seconds": self.seconds,
             "standing": {"step": steps},
+            "local_steps": self.service.master.options.local_steps,
+            "most_local_steps": self.most_local_steps,
+            "workers": self.workers,
         }
         checkpoint.save_checkpoint(Path(self.spec.folder), steps, whole)
 
@@ -201,6 +247,9 @@ class MasterActor:
         self.pushes += 1
         self.compute_s += push.compute_s
         self.exchange_s += push.exchange_s
+        # Nobody may ask for a long time: the newest are enough.
+        del self.spans[:-MOST_SPANS]
+        self.spans.append((push.key.worker, time.perf_counter(), push.compute_s, push.exchange_s))
         if push.exchange_s > 0:  # a worker's first push knows of no exchange before it
             self.recent.append((push.compute_s / max(1, push.steps), push.exchange_s))
         if self.spec.plans and self.recent and self.pushes % PUSHES_BEFORE_PLANNING == 0:
@@ -211,27 +260,36 @@ class MasterActor:
         middle = len(self.recent) // 2
         step_s = sorted(step_s for step_s, _ in self.recent)[middle]
         exchange_s = sorted(exchange_s for _, exchange_s in self.recent)[middle]
-        wanted = plan_local_steps(step_s, exchange_s, most=self.spec.most_local_steps).value
+        planned = plan_local_steps(
+            step_s,
+            exchange_s,
+            most=self.most_local_steps,
+            workers=self.workers,
+            merge_s=self.merge_s / self.pushes,
+        )
+        wanted = planned.value
         now = self.service.master.options.local_steps
-        if wanted > 1.5 * now or wanted < now / 3:
+        if wanted > 1.2 * now or wanted < now / 3:
             self._obey(self.service.handle(Replan(wanted)))
 
 
 class WorkerActor:
-    """One life of one worker."""
+    """The process of one life of one worker."""
 
-    def __init__(self, name: str, rank: int, life: int) -> None:
-        self.name, self.rank, self.life = name, rank, life
+    def __init__(self, name: str, rank: int) -> None:
+        self.name, self.rank = name, rank
         torch.set_num_threads(1)
 
-    def run(self, job: Work, master: Any, shards: list[Any], bounds: list[tuple[int, int]]) -> dict[str, Any]:
+    def run(
+        self, life: int, job: Work, master: Any, shards: list[Any], bounds: list[tuple[int, int]]
+    ) -> dict[str, Any]:
         """Train until the grant or the shard is used up."""
         import ray
 
         torch.manual_seed(job.seed + self.rank)
         local = job.local(self.rank)
         began_cpu_s = time.process_time()
-        talk: Conversation = converse(self.name, self.life, local, Compressor(job.compress))
+        talk: Conversation = converse(self.name, life, local, Compressor(job.compress))
         message = next(talk)
         waited_s = 0.0
         while True:
@@ -250,6 +308,38 @@ class WorkerActor:
                 message = talk.send(Answer(message.key, version, grant, own, place, dismissed))
             except StopIteration:
                 return {"waited_s": waited_s, "cpu_s": time.process_time() - began_cpu_s}
+
+    def probe(self, job: Work, master: Any, shards: list[Any], bounds: list[tuple[int, int]]) -> Measured:
+        """Time some steps and exchanges that are thrown away."""
+        import ray
+
+        torch.manual_seed(job.seed + self.rank)
+        local, vector = job.local(self.rank), job.values()
+        local.resume(None)
+        local.advance(vector.clone(), 1)  # compiles, opens and allocates
+        steps, done, took_s = 0, None, 0.0
+        while took_s < PROBE_S and steps < PROBE_STEPS:
+            began_s = time.perf_counter()
+            done = local.advance(vector.clone(), max(1, steps))
+            took_s += time.perf_counter() - began_s
+            steps += done.steps
+            if done.finished or not done.steps:
+                break
+        if done is None or not steps:
+            return Measured(step_s=0.0, exchange_s=0.0, merge_s=0.0)
+        compressor, exchanges, merges = Compressor(job.compress), [], []
+        for number in range(PROBE_EXCHANGES):
+            began_s = time.perf_counter()
+            packed = compressor.pack(vector, done.vector, done.decay)
+            if shards:
+                key = Key(self.name, 0, number)
+                send_pieces(ray, shards, bounds, key, packed)
+                ray.get([shard.drop.remote(key) for shard in shards])
+                fetch(ray, shards)
+            merge_s, _ = ray.get(master.rehearse.remote(to_wire(None if shards else packed)))
+            exchanges.append(time.perf_counter() - began_s)
+            merges.append(merge_s)
+        return Measured(step_s=took_s / steps, exchange_s=median(exchanges), merge_s=median(merges))
 
     def alone(self, job: Work) -> tuple[float, int]:
         """The same training without a master: CPU seconds and steps. For measuring what communication costs."""

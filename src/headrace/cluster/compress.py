@@ -102,7 +102,10 @@ def correction(base: Tensor, difference: Tensor, result: Tensor) -> Packed | Non
     ``result - base`` is rounded where the two differ much, as where a parameter crosses zero: few places, and one
     unit in the last place each. The miss itself is exact.
     """
-    miss = result - (base + difference)
+    reached = base + difference
+    if torch.equal(reached, result):  # usual, and quicker than looking for places
+        return None
+    miss = result - reached
     places = miss.nonzero().flatten()
     if not len(places):
         return None

@@ -14,14 +14,18 @@ from typing import Any
 
 import torch
 
-from headrace.cluster.actors import MasterActor, MasterSpec, WorkerActor, versions
+from headrace.cluster.actors import MasterActor, MasterSpec, Measured, WorkerActor, versions
 from headrace.cluster.connect import connected, version_differences
 from headrace.cluster.holder import shard_bounds
 from headrace.cluster.options import ClusterOptions
+from headrace.cluster.orders import OrderActor, RayOrders
+from headrace.cluster.planning import most_local_steps, plan_cluster
 from headrace.cluster.sending import as_array, shared_tensor
 from headrace.cluster.shards import ShardActor
+from headrace.cluster.training import Job
 from headrace.cluster.transport import Work
 from headrace.errors import DeviceError, HeadraceError, WorkerError
+from headrace.types import Decision
 
 POLL_S = 0.2
 
@@ -57,10 +61,14 @@ class ClusterResult:
     communication: float
     """Share of the workers' time that pulling and pushing took; above 0.1, take more local steps."""
     merge_s: float
-    """The master's time for all pushes together; near ``seconds``, the master is what everyone waits for."""
+    """The master's processor time for merging; near ``seconds``, the master is what everyone waits for."""
+    master_cpu_s: float
+    """All of the master's processor time: merging, receiving, sending, checkpoints."""
     cpu_s: float
     """The workers' processor time for all steps and exchanges; lives that were killed are not in it."""
     notes: list[str] = field(default_factory=list)
+    plan: list[Decision] = field(default_factory=list)
+    """What was decided from measurements before the first step: how many workers, and B."""
 
 
 def run_cluster(
@@ -107,6 +115,10 @@ class _Driver:
         self.actors: dict[str, Any] = {}
         self.running: dict[Any, str] = {}
         self.notes: list[str] = []
+        self.plan: list[Decision] = []
+        self.stopping, self.may_choose = False, False
+        self.orders: Any = None
+        self.job_ref: Any = None
         self.cpu_s = 0.0
         self.master: Any = None
         self.bounds: list[tuple[int, int]] = []
@@ -119,7 +131,8 @@ class _Driver:
         self._start_master()
         self._name_workers()
         self._look_at_nodes()
-        self.job_ref = self.ray.put(self.job)
+        self._send_job()
+        self._plan()
         for name in self.names:
             self._start_worker(name)
         while self.running:
@@ -133,7 +146,6 @@ class _Driver:
             options=self.options.master(steps=self.steps),
             statistics_from=self.job.statistics_from(),
             folder=self.folder,
-            most_local_steps=self._most_local_steps(),
             plans=self.options.local_steps == "auto",
             bounds=tuple(self.bounds),
         )
@@ -150,36 +162,92 @@ class _Driver:
         before: dict[str, int] = self.ray.get(self.master.lives.remote())
         asked = self.options.workers
         cpus = max(1, int(self.ray.cluster_resources().get("CPU", 1)) // self.options.cores)
-        count: int = asked if asked != "auto" else len(before) or cpus
+        self._name(asked if asked != "auto" else len(before) or cpus, before)
+        self.may_choose = asked == "auto" and not before
+
+    def _name(self, count: int, before: dict[str, int]) -> None:
         self.job = replace(self.job, world_size=count)
         self.names = [f"worker-{rank}" for rank in range(count)]
         self.lives = {name: before.get(name, 0) + 1 for name in self.names}
 
-    def _most_local_steps(self) -> int:
-        """At least eight pushes a pass: a guess at what staleness bears."""
-        total: int = self.job.total_steps or 1024
-        a_pass = total // max(1, self.job.passes or 1)
-        world: int = self.job.world_size
-        return max(1, a_pass // (8 * max(1, world)))
+    def _plan(self) -> None:
+        """How many workers, and B, from a step and an exchange that the first worker measures."""
+        for name in self.names:
+            self._actor(name)  # their processes start meanwhile
+        plans = self.options.local_steps == "auto"
+        measured = self._measured() if plans or self.may_choose else None
+        if measured is not None and measured.step_s > 0:
+            self.plan = plan_cluster(
+                step_s=measured.step_s,
+                exchange_s=measured.exchange_s,
+                merge_s=measured.merge_s,
+                available=len(self.names),
+                may_choose=self.may_choose,
+                local_steps=None if plans else int(self.options.local_steps),
+                total_steps=self.job.total_steps,
+                passes=self.job.passes,
+            )
+        planned = {decision.name: decision.value for decision in self.plan}
+        if planned.get("workers", len(self.names)) != len(self.names):
+            self._name(planned["workers"], {})
+            for name in set(self.actors) - set(self.names):
+                self.ray.kill(self.actors.pop(name), no_restart=True)
+            self._send_job()
+        most = most_local_steps(self.job.total_steps, self.job.passes, len(self.names))
+        self.ray.get(self.master.plan.remote(len(self.names), planned.get("local_steps"), most))
+
+    def _measured(self) -> Measured | None:
+        """Of the first worker, once a node has room for it; None when it was lost or the run is to end."""
+        name = self.names[0]
+        actor = self._actor(name)
+        answer = actor.probe.remote(self.job_ref, self.master, self.shards, self.bounds)
+        while not self.ray.wait([answer], timeout=POLL_S)[0]:
+            self._report()
+            if self.stopping:
+                return None
+        try:
+            measured: Measured = self.ray.get(answer)
+            return measured
+        except self.ray.exceptions.RayTaskError as error:
+            raise self._failure(name, error) from None
+        except self.ray.exceptions.RayError:
+            del self.actors[name]  # the next life goes on without a plan
+            return None
+
+    def _send_job(self) -> None:
+        """To the cluster's memory; with a service of balanced orders where the job asks for them."""
+        job = self.job
+        if isinstance(job, Job) and job.options.order == "balanced":
+            if self.orders is not None:
+                self.ray.kill(self.orders, no_restart=True)
+            actor = self.ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(OrderActor)
+            self.orders = actor.remote(job.rows, job.world_size, job.seed)
+            job = replace(job, orders=RayOrders(self.orders))
+        self.job_ref = self.ray.put(job)
+
+    def _actor(self, name: str) -> Any:
+        """The process of a worker; it may have been started before, to measure."""
+        if name not in self.actors:
+            kind = self.ray.remote(num_cpus=self.options.cores, num_gpus=self.options.gpus, max_restarts=0)
+            self.actors[name] = kind(WorkerActor).remote(name, self.names.index(name))
+        return self.actors[name]
 
     def _start_worker(self, name: str) -> None:
-        actor = self.ray.remote(num_cpus=self.options.cores, num_gpus=self.options.gpus, max_restarts=0)(
-            WorkerActor
-        )
-        rank = self.names.index(name)
-        self.actors[name] = actor.remote(name, rank, self.lives[name])
-        self.running[self.actors[name].run.remote(self.job_ref, self.master, self.shards, self.bounds)] = name
+        actor = self._actor(name)
+        answer = actor.run.remote(self.lives[name], self.job_ref, self.master, self.shards, self.bounds)
+        self.running[answer] = name
 
     def _look_at_nodes(self) -> None:
         """Versions of the nodes that are there; workers that wait for a node are used when it comes."""
         ask = self.ray.remote(num_cpus=0, max_retries=0)(_versions_here)
         affinity = self.ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
-        nodes = {n["NodeManagerHostname"]: n["NodeID"] for n in self.ray.nodes() if n["Alive"]}
-        answers = {
-            host: ask.options(scheduling_strategy=affinity(node, soft=False)).remote()
-            for host, node in nodes.items()
+        # By number: two nodes may have the same host name.
+        nodes = {n["NodeID"]: n for n in self.ray.nodes() if n["Alive"]}
+        asked = {node: ask.options(scheduling_strategy=affinity(node, soft=False)).remote() for node in nodes}
+        theirs = {
+            f"{n['NodeManagerHostname']} ({n['NodeManagerAddress']}, {node[:8]})": self.ray.get(asked[node])
+            for node, n in nodes.items()
         }
-        theirs = {host: self.ray.get(ref) for host, ref in answers.items()}
         wrong = version_differences(versions(), theirs)
         if wrong:
             raise DeviceError(
@@ -201,6 +269,7 @@ class _Driver:
             name = self.running.pop(ref)
             try:
                 self.cpu_s += self.ray.get(ref)["cpu_s"]
+                self.ray.kill(self.actors.pop(name), no_restart=True)  # its CPU may be waited for
             except self.ray.exceptions.RayTaskError as error:
                 raise self._failure(name, error) from None
             except self.ray.exceptions.RayError as error:
@@ -224,6 +293,7 @@ class _Driver:
                 "raise restarts= if its machine is to be trusted"
             )
         self.lives[name] = self.ray.get(self.master.lost.remote(name, self.lives[name]))
+        self.actors.pop(name, None)
         self._note(f"{name} was lost and is started again where its last merged push had ended: {why}")
         self._start_worker(name)
 
@@ -236,6 +306,12 @@ class _Driver:
         status = self.ray.get(self.master.status.remote(seconds, rows))
         if self.observer.progress(status, self._vector):
             self.ray.get(self.master.stop.remote())
+            self.stopping = True
+        if self.stopping:
+            # Those that wait for a free CPU would only come to hear that it is over.
+            for answer, name in list(self.running.items()):
+                if name not in status["members"]:
+                    del self.running[answer]
 
     def _vector(self) -> torch.Tensor:
         return shared_tensor(self.ray.get(self.master.vector.remote()))
@@ -259,13 +335,15 @@ class _Driver:
             local_steps=status["local_steps"],
             communication=found["exchange_s"] / busy_s if busy_s else 0.0,
             merge_s=found["merge_s"],
+            master_cpu_s=found["master_cpu_s"],
             cpu_s=self.cpu_s,
             notes=self.notes,
+            plan=self.plan,
         )
 
     def end(self) -> None:
         """Nobody outlives the run; on a cluster that goes on, this frees its CPUs."""
-        for actor in (*self.actors.values(), self.master, *self.shards):
+        for actor in (*self.actors.values(), self.master, *self.shards, self.orders):
             if actor is not None:
                 self.ray.kill(actor, no_restart=True)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -43,9 +43,8 @@ def fit_on_cluster(model: Any, data: Any, **options: Any) -> Run:
 def check_fits(options: FitOptions) -> None:
     """What a cluster cannot do, said before anything starts."""
     refused = {
-        "workers=": options.workers not in ("auto", "single"),
+        "an order of your own": not isinstance(options.order, str),
         "deterministic=True": options.deterministic,
-        "a learned order": not isinstance(options.order, str) or options.order == "balanced",
         "schedule='plateau'": options.schedule == "plateau",
     }
     for name, asked in refused.items():
@@ -53,12 +52,33 @@ def check_fits(options: FitOptions) -> None:
             raise OptionError(f"{name} and cluster= do not go together; leave out one of them")
 
 
+def on_each_machine(cluster: ClusterOptions, options: FitOptions) -> ClusterOptions:
+    """``workers=`` beside ``cluster=`` says what each of the cluster's workers runs on."""
+    workers = options.workers
+    if workers not in ("auto", "single"):
+        if not isinstance(workers, Mapping) or not {"cpu", "cuda"} >= set(workers) or len(workers) != 1:
+            raise OptionError(
+                f"workers={workers!r} and cluster= do not go together: on a cluster each worker has cores, "
+                "workers={'cpu': 2}, or a GPU, workers={'cuda': 1}"
+            )
+        cluster = (
+            replace(cluster, cores=workers["cpu"])
+            if "cpu" in workers
+            else replace(cluster, gpus=workers["cuda"])
+        )
+    if cluster.cores > 1 and options.order == "balanced":
+        raise OptionError(
+            "order='balanced' and several cores in a worker do not go together; take more workers"
+        )
+    return cluster
+
+
 class _ClusterFitting(_Fitting):
     """Wires one run on a cluster."""
 
     def run(self) -> Run:
         options, state, folder = self.options, None, None
-        cluster = ClusterOptions.of(options.cluster)
+        cluster = on_each_machine(ClusterOptions.of(options.cluster), options)
         config = config_of(self.model, self.data, options)
         if options.resume:
             assert options.out is not None
@@ -103,7 +123,9 @@ class _ClusterFitting(_Fitting):
     def _job(self, basis: Basis, cluster: ClusterOptions, rules: StopRules, steps: int | None) -> Job:
         options = self.options
         workers = cluster.workers if isinstance(cluster.workers, int) else 0
-        for sentence in warnings_for(steps, workers=workers) if steps is not None else ():
+        for sentence in (
+            warnings_for(steps, workers=workers, cores=cluster.cores) if steps is not None else ()
+        ):
             self.decide("workers_bound", workers, sentence)
             warnings.warn(sentence, stacklevel=2)
         if workers > len(basis.source):
@@ -121,10 +143,14 @@ class _ClusterFitting(_Fitting):
             total_steps=steps,
             compress=cluster.compress,
             seed=options.seed,
+            cores=cluster.cores,
+            rows=len(basis.source),
         )
 
     def _decide_what_happened(self, result: ClusterResult) -> None:
-        self.decide("local_steps", result.local_steps, "steps between two pushes at the end of the run")
+        for found in result.plan:
+            self.decide(found.name, found.value, found.reason)
+        self.decide("last_local_steps", result.local_steps, "steps between two pushes at the end of the run")
         self.decide(
             "communication", round(result.communication, 3), "share of the workers' time; above 0.1 is much"
         )
@@ -160,7 +186,11 @@ class Watcher(Observer):
         self.records.instant("cluster", sentence)
 
     def progress(self, status: dict[str, Any], vector: Callable[[], Tensor]) -> bool:
-        losses = status["losses"]
+        losses, now_s = status["losses"], self.records.seconds
+        for name, ago_s, took_s, sent_s in status["spans"]:
+            self.records.span(name, "steps", now_s - ago_s - took_s, now_s - ago_s)
+            if sent_s > 0:
+                self.records.span(name, "exchange", now_s - ago_s - took_s - sent_s, now_s - ago_s - took_s)
         for _, loss, rows in losses:
             self._sum += loss * rows
             self._rows += rows
@@ -189,6 +219,9 @@ class Watcher(Observer):
             "version": status["version"],
             "local_steps": status["local_steps"],
         }
+        ages = status["staleness"]
+        if ages:
+            row["staleness"] = sum(age * count for age, count in ages.items()) / sum(ages.values())
         for name, (steps, *_) in status["members"].items():
             row[f"updates/{name}"] = steps
         self.records.metrics(row)
@@ -204,6 +237,10 @@ class Watcher(Observer):
             "seconds": self.records.seconds,
             "examples": status["rows"],
             "loss": loss,
+            # How many pushes had missed 0, 1, 2, ... versions: the report's histogram.
+            "staleness": [
+                status["staleness"].get(age, 0) for age in range(max(status["staleness"], default=0) + 1)
+            ],
         }
         if self.basis.validation is not None:
             self.layout.scatter(vector())

@@ -14,11 +14,28 @@ from headrace.types import Decision
 COMMUNICATION = 0.1
 """The share of a worker's time that pulling and pushing may take."""
 
+PUSHES_OF_A_RUN = 64
+"""Pushes of each worker at least, where there are no passes; a guess."""
+
+UNSAID_STEPS = 1024
+"""The length of a run that has no limit on its steps, where one is needed; a guess."""
+
+BUSY = 0.7
+"""The share of its time that the master may spend merging. In a simulation of 64 workers with steps of uneven length
+none waits long for a master that is busy for 0.7 of the time; at 0.9 each loses a tenth."""
+
 
 def plan_local_steps(
-    step_s: float, exchange_s: float, *, share: float = COMMUNICATION, most: int | None = None
+    step_s: float,
+    exchange_s: float,
+    *,
+    share: float = COMMUNICATION,
+    most: int | None = None,
+    workers: int = 1,
+    merge_s: float = 0.0,
 ) -> Decision:
-    """B: the fewest local steps that keep an exchange within its share of the time. Fewer steps are fresher."""
+    """B: the fewest local steps that keep an exchange within its share of a worker's time, and the pushes of all
+    workers within what the master can merge. Fewer steps are fresher."""
     if step_s <= 0 or exchange_s <= 0:
         return Decision(name="local_steps", value=1, reason="an exchange costs nothing measurable")
     wanted = max(1, math.ceil(exchange_s * (1 - share) / (share * step_s)))
@@ -26,6 +43,13 @@ def plan_local_steps(
         f"an exchange takes {exchange_s * 1e3:.3g} ms and a step {step_s * 1e3:.3g} ms: with so many steps "
         f"communication is {share:.0%} of the time"
     )
+    served = math.ceil((workers * merge_s / BUSY - exchange_s) / step_s)
+    if served > wanted:
+        wanted = served
+        why = (
+            f"the master needs {merge_s * 1e3:.3g} ms for a push: with so many steps the pushes of {workers} "
+            f"workers keep it busy for {BUSY:.0%} of the time"
+        )
     if most is not None and wanted > most:
         taken = exchange_s / (exchange_s + most * step_s)
         why = (
@@ -50,6 +74,44 @@ def plan_workers(
         available: f"{available} can be had",
     }
     return Decision(name="workers", value=value, reason=reasons[value])
+
+
+def most_local_steps(total_steps: int | None, passes: int | None, workers: int) -> int:
+    """B at most: so that each worker pushes once in a pass over its shard, or often in a run that has no passes."""
+    stretch = (total_steps or UNSAID_STEPS) // (passes or PUSHES_OF_A_RUN)
+    return max(1, stretch // max(1, workers))
+
+
+def plan_cluster(
+    *,
+    step_s: float,
+    exchange_s: float,
+    merge_s: float,
+    available: int,
+    may_choose: bool,
+    local_steps: int | None,
+    total_steps: int | None,
+    passes: int | None,
+) -> list[Decision]:
+    """What is left to us of the number of workers (``may_choose``) and of B (``local_steps=None``)."""
+    found, workers = [], available
+    if may_choose:
+        alone = most_local_steps(total_steps, passes, 1)
+        steps = local_steps or plan_local_steps(step_s, exchange_s, most=alone).value
+        decision = plan_workers(
+            available,
+            step_s=step_s,
+            exchange_s=exchange_s,
+            merge_s=merge_s,
+            local_steps=steps,
+            total_steps=total_steps or available**2,
+        )
+        found.append(decision)
+        workers = decision.value
+    if local_steps is None:
+        most = most_local_steps(total_steps, passes, workers)
+        found.append(plan_local_steps(step_s, exchange_s, most=most, workers=workers, merge_s=merge_s))
+    return found
 
 
 def warnings_for(total_steps: int, *, workers: int, cores: int = 1) -> list[str]:

@@ -28,18 +28,29 @@ class ShardActor:
     def __init__(self) -> None:
         torch.set_num_threads(1)
         self.holder = Holder(torch.empty(0))
+        self.merged: dict[str, tuple[Key, Packed]] = {}
+        """The newest merged piece of each worker. Nobody knows here whether its worker was answered: when the master
+        dies in between, the push comes again, and this is the only copy of its piece."""
 
     def begin(self, values: NDArray[Any], statistics_from: int | None, version: int) -> None:
-        """Start from these values. Pieces that are held stay: their workers wait for a master that came back."""
-        held = self.holder.held
+        """Start from these values. Pieces that are held stay, and merged ones are held again: their workers may wait
+        for a master that came back."""
+        held = {**self.holder.held, **dict(self.merged.values())}
+        self.merged = {}
         self.holder = Holder(shared_tensor(values).clone(), statistics_from, version, held)
 
     def hold(self, key: Key, wire: Wire) -> None:
         packed = from_wire(wire)
         assert packed is not None
+        # The next push tells that the one before was answered.
+        self.merged.pop(key.worker, None)
+        for old in [k for k in self.holder.held if k.worker == key.worker and k < key]:
+            self.holder.drop(old)
         self.holder.hold(key, packed)
 
     def apply(self, order: Apply) -> None:
+        for key, _ in order.parts:
+            self.merged[key.worker] = (key, self.holder.held[key])
         self.holder.apply(order)
 
     def drop(self, key: Key) -> None:
@@ -47,6 +58,7 @@ class ShardActor:
 
     def forget(self, worker: str, life: int) -> None:
         """A life is over: drop what of it never reached the master."""
+        self.merged.pop(worker, None)
         for key in [k for k in self.holder.held if k.worker == worker and k.life <= life]:
             self.holder.drop(key)
 

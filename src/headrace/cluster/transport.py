@@ -147,7 +147,7 @@ def converse(worker: str, life: int, local: LocalSteps, compressor: Compressor) 
         ended_s = time.perf_counter()
         if done.steps:
             sequence += 1
-            if not bool(torch.isfinite(done.vector).all()):
+            if not _is_finite(done.vector):
                 raise DivergenceError(
                     f"{worker} reached values that are not finite within {done.steps} local steps from version "
                     f"{answer.version}; lower lr, take fewer local steps or set clip="
@@ -168,6 +168,11 @@ def converse(worker: str, life: int, local: LocalSteps, compressor: Compressor) 
             break
     if not answer.dismissed:
         yield Message(Left(Key(worker, life, sequence + 1)))
+
+
+def _is_finite(vector: Tensor) -> bool:
+    """Every entry. The sum is a quick witness; where finite entries overflow it, each is looked at."""
+    return bool(torch.isfinite(vector.sum())) or bool(torch.isfinite(vector).all())
 
 
 @dataclass

@@ -145,6 +145,11 @@ class Chain:
         self.steps = self._steps()[0] if self._compiled else None
         return self
 
+    def fits_compiled(self) -> tuple[bool, str]:
+        """Whether `fuse` would compile whole steps, and a sentence about it."""
+        steps, why = self._steps()
+        return steps is not None, why
+
     def _steps(self) -> tuple[Steps | None, str]:
         return Steps.of(self._ops, self._loss, all(self._trains.values()), self.parameters)
 

@@ -16,9 +16,19 @@ import torch
 from torch import Tensor
 
 from headrace.engine import checkpoint
+from headrace.engine.auto_workers import choose, workers_of
 from headrace.engine.evaluate import evaluate
-from headrace.engine.hogbatch import HogbatchOptions, HogbatchResult, Observer, OptimiserSpec, run_hogbatch
+from headrace.engine.hogbatch import (
+    HogbatchOptions,
+    HogbatchResult,
+    Observer,
+    OptimiserSpec,
+    run_auto,
+    run_hogbatch,
+)
 from headrace.engine.hogbatch.options import ALGORITHMS
+from headrace.engine.hogbatch.shared import staleness_labels
+from headrace.engine.hogbatch.trial import Verdict
 from headrace.engine.loader import Loader
 from headrace.engine.optimizers import USUAL_LR
 from headrace.engine.options import FitOptions
@@ -96,6 +106,12 @@ def check_fits(options: FitOptions, task: TorchTask, source: Source) -> None:
             raise OptionError(f"{name} and several workers do not go together; use workers='single'")
 
 
+def worker_columns(task: TorchTask, source: Source) -> dict[str, Tensor]:
+    """The columns as workers take them."""
+    inputs, target = task.prepare(load(source, torch.device("cpu")))
+    return {"x": inputs[0].contiguous(), "y": target.contiguous()}
+
+
 @dataclass(kw_only=True)
 class Crew:
     """A run over workers: what `Session` is to one device."""
@@ -112,13 +128,14 @@ class Crew:
     metrics: dict[str, Any]
     say: Callable[[str, Any, str], None]
     state: State | None = None
+    verdict: Verdict | None = None
+    """Of the trial that chose the workers, when nobody named them: it is made again when the throughput shifts."""
 
     def run(self, progress: Progress) -> tuple[HogbatchResult, str, GracefulStop]:
         """Train; returns the result, why it ended, and the signal that asked for it, if any."""
         check_fits(self.options, self.task, self.source)
-        columns = load(self.source, torch.device("cpu"))
-        inputs, target = self.task.prepare(columns)
-        options = self._hogbatch_options()
+        columns = worker_columns(self.task, self.source)
+        options = self.hogbatch_options()
         resume = None
         if self.state is not None:
             load_module(self.task.module, self.state["module"])
@@ -127,22 +144,29 @@ class Crew:
             watcher = Watcher(self, graceful, progress)
             if self.state is not None:
                 watcher.load(self.state)
-            result = run_hogbatch(
-                self.task.module,
-                {"x": inputs[0].contiguous(), "y": target.contiguous()},
-                self.task.loss_of,
-                options,
-                watcher,
-                order=self._order,
-                resume=resume,
-            )
+            result = self._train(columns, options, watcher, resume)
             watcher.save(result.state)
+            watcher.summarise(result)
         why = watcher.why or (
             f"{graceful.received.name} was received" if graceful.received else f"{result.stopped_by} reached"
         )
         return result, why, graceful
 
-    def _hogbatch_options(self) -> HogbatchOptions:
+    def _train(
+        self, columns: dict[str, Tensor], options: HogbatchOptions, watcher: Watcher, resume: State | None
+    ) -> HogbatchResult:
+        module, loss = self.task.module, self.task.loss_of
+        if self.verdict is None:
+            return run_hogbatch(module, columns, loss, options, watcher, order=self._order, resume=resume)
+        first = dataclasses.replace(self.verdict, options=options)
+        result, verdicts = run_auto(
+            module, columns, loss, options, watcher, order=self._order, first=first, resume=resume
+        )
+        if len(verdicts) > 1:
+            self.say("workers", workers_of(verdicts[-1].options), verdicts[-1].reason)
+        return result
+
+    def hogbatch_options(self) -> HogbatchOptions:
         rules, options = self.rules, self.options
         return HogbatchOptions(
             **self.workers,
@@ -154,6 +178,11 @@ class Crew:
             schedule=lambda epoch: self.schedule(epoch * self.updates_per_pass),
             seed=options.seed,
         )
+
+    def choose(self, cores: int, devices: int, seconds: float) -> Verdict:
+        """A trial of this run's workers against one device."""
+        columns = worker_columns(self.task, self.source)
+        return choose(self.task, columns, self.hogbatch_options(), cores, devices, seconds)
 
     def _order(self, epoch: int) -> Tensor:
         """The same permutation that the loader would make for this epoch."""
@@ -183,7 +212,24 @@ class Watcher(Observer):
             return
         row = {**row, "seconds": crew.records.seconds, "step": row["updates"], "epoch": self.passes}
         crew.records.metrics(row)
-        self.progress.update(row["updates"], row["loss"], row["examples"], 0.0)
+        self.progress.update(row["updates"], row["loss"], row["examples"], 0.0, _by_kind(row))
+
+    def summarise(self, result: HogbatchResult) -> None:
+        """A last row: what each worker did, and how stale its writes were."""
+        labels = staleness_labels()
+        lists = {}
+        for worker in result.workers:
+            counts = [worker.staleness.get(label, 0) for label in labels]
+            last = max((i for i, count in enumerate(counts) if count), default=0)
+            lists[worker.name] = counts[: last + 1]
+        row: dict[str, Any] = {"kind": "summary", "epoch": self.passes, "step": result.updates}
+        row |= {"seconds": self.crew.records.seconds, "examples": result.rows, "staleness": lists}
+        for worker in result.workers:
+            row[f"utilisation/{worker.name}"] = worker.utilisation
+            row[f"share_of_updates/{worker.name}"] = result.update_ratios[worker.name]
+        if result.lost_merges == result.lost_merges:  # not NaN: there were merges
+            row["lost_merges"] = result.lost_merges
+        self.crew.records.metrics(row)
 
     def span(self, lane: str, name: str, start_s: float, end_s: float) -> None:
         self.crew.records.span(lane, name, self._began_s + start_s, self._began_s + end_s)
@@ -193,7 +239,10 @@ class Watcher(Observer):
         self.crew.say("workers_note", sentence, "from the workers")
 
     def stopping(self) -> bool:
-        return self.graceful.received is not None
+        limit, passed = self.crew.rules.seconds, self.crew.records.seconds
+        if limit is not None and passed >= limit:  # by the wall clock: validation and earlier parts count
+            self.why = f"{limit:g} s are over"
+        return self.graceful.received is not None or self.why is not None
 
     def epoch_ended(self, epoch: int) -> bool:
         crew, row = self.crew, self._epoch_row
@@ -205,10 +254,10 @@ class Watcher(Observer):
             new.update({f"validation_{name}": value for name, value in found.items()})
             loss = found["loss"]
         crew.records.metrics(new)
-        self.progress.update(row["updates"], row["loss"], row["examples"], 0.0)
+        self.progress.update(row["updates"], row["loss"], row["examples"], 0.0, _by_kind(row))
         self.best.observe(loss)
         crew.schedule.observe(loss)
-        self.why = crew.rules.after_loss(loss) or crew.rules.after_pass(self.passes, self.best)
+        self.why = self.why or crew.rules.after_loss(loss) or crew.rules.after_pass(self.passes, self.best)
         if crew.records.seconds >= self._next_save_s:
             started_s = crew.records.seconds
             self.save(self._workers_state)
@@ -231,6 +280,7 @@ class Watcher(Observer):
                 {k: v for k, v in crew.task.module.state_dict().items() if isinstance(v, Tensor)}
             ),
             "workers": workers,
+            "crew": dict(crew.workers),
             "passes": self.passes,
             "best": self.best.state_dict(),
             "schedule": crew.schedule.state_dict(),
@@ -244,3 +294,18 @@ class Watcher(Observer):
         self.passes = int(state["passes"])
         self.best.load_state_dict(state["best"])
         self.crew.schedule.load_state_dict(state["schedule"])
+
+
+def _by_kind(row: Mapping[str, Any]) -> str:
+    """For the progress bar: each kind of worker's share of the updates, its batch and how busy it is."""
+    told = []
+    total = max(1, sum(value for key, value in row.items() if key.startswith("updates/")))
+    for kind in ("cpu", "cuda", "standin"):
+        names = [key.removeprefix("batch/") for key in row if key.startswith(f"batch/{kind}")]
+        if names:
+            share = sum(row[f"updates/{name}"] for name in names) / total
+            busy = sum(row[f"utilisation/{name}"] for name in names) / len(names)
+            sizes = {row[f"batch/{name}"] for name in names}
+            size = f"{min(sizes)}" if len(sizes) == 1 else f"{min(sizes)}–{max(sizes)}"
+            told.append(f"{len(names)} {kind}: {share:.0%} of updates, batch {size}, {busy:.0%} busy")
+    return "; ".join(told)

@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from rich.console import Console
 from torch import nn
 
+from headrace.engine.auto_workers import expected_s, why_single, why_single_here, workers_of
 from headrace.engine.capture import StepParts, choose_stepper
 from headrace.engine.crew import Crew, worker_options
 from headrace.engine.evaluate import usual_metrics
+from headrace.engine.hogbatch.trial import Verdict
 from headrace.engine.keeping import config_of, finish_run, load_resumed, open_run, say_how_to_resume
 from headrace.engine.loader import Loader
 from headrace.engine.optimizers import make_optimizer
@@ -68,6 +70,8 @@ class Basis:
     task: TorchTask
     few: Columns
     """Two rows, on the device."""
+    held: Source | None
+    """What is validated on."""
     validation: Loader | None
     metrics: dict[str, Any]
 
@@ -81,6 +85,7 @@ class _Fitting:
     options: FitOptions
     plan: Plan = field(default_factory=Plan)
     _open: Records | None = None
+    _verdict: Verdict | None = None
 
     def run(self) -> Run:
         options, state, folder = self.options, None, None
@@ -91,8 +96,8 @@ class _Fitting:
             step = state["standing"]["step"]
             self.decide("resumed", step, "continues from the checkpoint of this step")
         with _torch_settings(options):
-            crew = None if options.workers in ("auto", "single") else worker_options(options.workers)
-            basis = self._basis("cpu" if crew is not None else options.device)
+            crew, basis = self._workers(state)
+            basis = basis or self._basis("cpu" if crew is not None else options.device)
             parts = self._parts(basis) if crew is None else None
             records = open_run(folder, state, options, config)
             for note in records.notes:
@@ -104,6 +109,39 @@ class _Fitting:
                 return self._on_workers(basis, crew, records, state)
             finally:
                 records.close()
+
+    def _workers(self, state: State | None) -> tuple[dict[str, Any] | None, Basis | None]:
+        """The workers, or None for one device; with ``"auto"`` what was made to find out, if it can be used."""
+        options = self.options
+        if options.workers == "single":
+            return None, None
+        if options.workers != "auto":
+            return worker_options(options.workers), None
+        if state is not None:  # what was chosen when the run began
+            chosen = dict(state["crew"]) if "crew" in state else None
+            self.decide("workers", chosen or "single", "as before the resume")
+            return chosen, None
+        cores, devices = usable_cores(), 0
+        if options.device == "auto" and torch.cuda.is_available():
+            devices = torch.cuda.device_count()
+        why = why_single(options, cores, devices)
+        if why is not None:
+            self.decide("workers", "single", why)
+            return None, None
+        basis = self._basis("cpu")
+        why = why_single_here(basis.task, options, basis.source, cores, devices)
+        if why is None:
+            seconds = expected_s(basis.task, options, len(basis.source), cores, devices)
+            crew = self._crew(basis, {"cpu": 1}, Records(None), None)
+            with torch.random.fork_rng(devices=list(range(devices))):
+                self._verdict = crew.choose(cores, devices, seconds)
+            why = f"{self._verdict.reason}; the trial took {self._verdict.seconds:.1f} s"
+            if self._verdict.options.workers > 1:
+                chosen = workers_of(self._verdict.options)
+                self.decide("workers", chosen, why)
+                return chosen, basis
+        self.decide("workers", "single", why)
+        return None, self._moved(basis)
 
     def _on_one_device(self, parts: Parts, records: Records, state: State | None) -> Run:
         self._open = records
@@ -121,19 +159,31 @@ class _Fitting:
     def _on_workers(
         self, basis: Basis, workers: dict[str, Any], records: Records, state: State | None
     ) -> Run:
-        options, task = self.options, basis.task
+        crew = self._crew(basis, workers, records, state)
+        crew.verdict = self._verdict
+        self.decide("device", "cpu", "the shared parameters are in host memory; CUDA workers keep a copy")
+        if self.options.workers != "auto":
+            self.decide("workers", workers, "asked for")
+        self._open = records
+        records.write_plan(self.plan)
+        with self._bar(records, state, self._step_limit(crew.updates_per_pass)) as progress:
+            result, why, graceful = crew.run(progress)
+        ended = f"after {result.updates} updates and {result.epochs} epochs"
+        return self._ended(basis.task.module, records, why, ended, result.updates, graceful)
+
+    def _crew(self, basis: Basis, workers: dict[str, Any], records: Records, state: State | None) -> Crew:
+        options = self.options
         per_pass = -(-len(basis.source) // options.batch_size)
         steps = self._step_limit(per_pass)
-        rules = self._rules(steps)
-        crew = Crew(
+        return Crew(
             options=options,
             workers=workers,
-            task=task,
+            task=basis.task,
             source=basis.source,
             schedule=make_schedule(
                 options.schedule, options.schedule_options, total_steps=steps, steps_per_epoch=per_pass
             ),
-            rules=rules,
+            rules=self._rules(steps),
             updates_per_pass=per_pass,
             records=records,
             validation=basis.validation,
@@ -141,13 +191,6 @@ class _Fitting:
             say=self.decide,
             state=state,
         )
-        self.decide("workers", workers, "asked for")
-        self._open = records
-        records.write_plan(self.plan)
-        with self._bar(records, state, steps) as progress:
-            result, why, graceful = crew.run(progress)
-        ended = f"after {result.updates} updates and {result.epochs} epochs"
-        return self._ended(task.module, records, why, ended, result.updates, graceful)
 
     def _bar(self, records: Records, state: State | None, steps: int | None) -> Progress:
         return Progress(
@@ -200,9 +243,20 @@ class _Fitting:
             source=source,
             task=task,
             few=few,
+            held=held,
             validation=self._validation_loader(held, device),
             metrics={**usual_metrics(task, output), **options.metrics},
         )
+
+    def _moved(self, basis: Basis) -> Basis:
+        """A basis that was made in CPU memory, on the device of the run."""
+        device, why = choose_device(self.options.device)
+        self.decide("device", str(device), why)
+        if device == basis.device:
+            return basis
+        basis.task.module.to(device)
+        few = {name: values.to(device) for name, values in basis.few.items()}
+        return replace(basis, device=device, few=few, validation=self._validation_loader(basis.held, device))
 
     def _parts(self, basis: Basis) -> Parts:
         """What a session on one device is made of."""

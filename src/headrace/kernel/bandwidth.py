@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.errors import OptionError
+from headrace.errors import DataError, OptionError
 from headrace.kernel.operands import Operands
 
 SEARCH_ROWS = 1000
@@ -57,6 +57,8 @@ def median_bandwidth(operands: Operands, rows: Any) -> float:
 
 
 def positive_median(values: Tensor) -> float:
+    if bool(values.isnan().any()):
+        return math.nan
     positive = values[values > 0]
     return float(positive.median()) if len(positive) else 1.0
 
@@ -92,6 +94,10 @@ def choose_bandwidth(
     if operands.kernel.family == "callable":
         return 1.0, "the kernel function has its own"
     start = median_bandwidth(operands, rows)
+    if not math.isfinite(start):
+        raise DataError(
+            "squared distances of the rows of X overflow float64; scale X, for example by StandardScaler"
+        )
     if rows.shape[0] < 3:
         return start, "the distance of the rows; there are too few to search"
     exact = replace(operands, dtype=torch.float64, device=torch.device("cpu"), exact_norms=False)

@@ -152,6 +152,8 @@ class KernelModel(BaseEstimator):  # type: ignore[misc]
         """How a source's target column becomes an n×c array, with the number of columns in ``outputs``."""
 
     def _validated(self, X: Any, y: Any, sample_weight: Any, *, reset: bool) -> tuple[Any, Any, Any]:
+        # A whole fit on an accelerator looks for NaN and infinity there (`fitting.check_finite`).
+        here = not choose_devices(self.device).on_cuda or self.early_stopping or self.centers is not None
         X, y = validate_data(
             self,
             X,
@@ -161,6 +163,7 @@ class KernelModel(BaseEstimator):  # type: ignore[misc]
             dtype="numeric",
             multi_output=True,
             y_numeric=self._numeric_targets,
+            ensure_all_finite=here or not reset,
         )
         targets = self._encode(y, reset=reset)
         if sample_weight is None:
@@ -252,6 +255,10 @@ class KernelModel(BaseEstimator):  # type: ignore[misc]
                     f"centers={centers} must be 1 or more, an array of rows, or None for all rows"
                 )
             return int(centers)
+        if isinstance(centers, str | bool | float):
+            raise OptionError(
+                f"centers={centers!r}: give a whole number, an array of rows, or None for all rows"
+            )
         given = np.asarray(centers) if not hasattr(centers, "tocsr") else centers
         if given.ndim != 2 or given.shape[1] != rows.shape[1] or given.shape[0] < 1:
             raise OptionError(

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from headrace.kernel.operands import slice_rows, take_rows
-from headrace.kernel.products import KernelProduct
+from headrace.kernel.products import FUSED_OUTPUTS, KernelProduct
+from headrace.kernel.tiles import chosen
 
 BUILD_ROWS = 512
+PADDED = 64
 MIRROR_WIDTH = 200
 """Operands at least so wide are mirrored. Measured on one core: transposing costs 4 ns a value, computing it
 anew about 1 + 2·width/130 ns.
@@ -26,11 +28,23 @@ class KernelCache:
     def __init__(self, product: KernelProduct, dtype: torch.dtype) -> None:
         n = product.rows
         self.product = product
-        self.matrix_nn = torch.empty(n, n, dtype=dtype, device=product.operands.device)
+        # The fused kernels load 16 bytes at once, so rows begin at multiples of that; what is beyond is zero.
+        width = -(-n // PADDED) * PADDED if product.fused else n
+        self.padded = torch.empty(n, width, dtype=dtype, device=product.operands.device)
+        self.padded[:, n:] = 0
+        self.matrix_nn = self.padded[:, :n]
         self._build()
 
     def _build(self) -> None:
         n, product, matrix = self.product.rows, self.product, self.matrix_nn
+        if product.fused:
+            from headrace.kernel.fused import kernel_block
+
+            tiles, packed = chosen(matrix.device).block, product.packed()
+            assert tiles is not None
+            # Twice the operations that symmetry would need, and no pass over the matrix beside them.
+            kernel_block(product.operands.kernel.code, packed, packed, matrix, tiles)
+            return
         columns = max(1, product.block_values // BUILD_ROWS)
         mirrored = product.right_pk.shape[1] >= MIRROR_WIDTH
         for start in range(0, n, BUILD_ROWS):
@@ -51,10 +65,10 @@ class KernelCache:
         block = self.matrix_nn[rows]
         if block.dtype == weights_nc.dtype:
             return torch.mm(block, weights_nc)
-        if self.product.fused:
+        if self.product.fused and weights_nc.shape[1] <= FUSED_OUTPUTS:
             from headrace.kernel.fused import half_multiply
 
-            return half_multiply(block, weights_nc)
+            return half_multiply(self.padded[rows], weights_nc)
         result = torch.zeros(block.shape[0], weights_nc.shape[1], dtype=weights_nc.dtype, device=block.device)
         step = max(1, self.product.block_values // max(1, block.shape[0]))
         for low in range(0, block.shape[1], step):

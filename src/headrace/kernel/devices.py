@@ -11,6 +11,7 @@ import torch
 
 from headrace.errors import DeviceError, OptionError
 from headrace.kernel.operands import Operands
+from headrace.kernel.tiles import chosen
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,14 +51,27 @@ class DeviceChoice:
         return list(itertools.pairwise(bounds))
 
     def fuses(self, operands: Operands) -> bool:
-        """Whether the Triton kernels serve here."""
-        if operands.device.type != "cuda" or operands.dtype != torch.float32 or operands.kernel.code < 0:
-            return False
-        try:
-            import triton  # noqa: F401
-        except ImportError:
-            return False
-        return True
+        """Whether the Triton kernels serve here: rows in the precision of tensor cores, a kernel they know."""
+        return (
+            operands.device.type == "cuda"
+            and operands.exact_norms
+            and operands.kernel.code >= 0
+            and chosen(operands.device).works
+        )
+
+    def products(self, operands: Operands) -> tuple[str, str]:
+        """How kernel products are computed, and why."""
+        if operands.device.type != "cuda":
+            return "blocks", "pieces that stay in the processor's cache"
+        if not operands.exact_norms:
+            return (
+                "torch",
+                f"{operands.dtype} products; the fused kernels are for the tensor cores' precision",
+            )
+        if operands.kernel.code < 0:
+            return "torch", f"the fused kernels do not know kernel {operands.kernel.name}"
+        found = chosen(operands.device)
+        return ("fused" if found.works else "torch"), found.reason
 
     @contextlib.contextmanager
     def precision(self, tf32: bool) -> Iterator[None]:

@@ -7,26 +7,38 @@ values are, is done in float64. Not LOBPCG: it was 64 of 65 seconds of the autho
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 DENSE_LIMIT = 5000
 DEPTH = 3
 OVERSAMPLING = 16
+LEAST_ASKED = 128
+SMALLEST_PART = 24
+"""Of a large matrix one eigenvector in so many is asked for first."""
 
 
-def leading_eigenpairs(matrix_ss: Tensor, count: int, *, seed: int = 0) -> tuple[Tensor, Tensor]:
+def leading_eigenpairs(
+    matrix_ss: Tensor, count: int, *, enough: Callable[[Tensor], bool] | None = None, seed: int = 0
+) -> tuple[Tensor, Tensor]:
     """Eigenvalues (float64, descending) and the vectors of the ``count`` largest (matrix's precision).
 
-    All eigenvalues are returned where all were computed, otherwise ``count`` of them.
+    All eigenvalues are returned where all were computed, otherwise those asked for. With ``enough``, which is
+    shown eigenvalues in descending order, a large matrix is asked for few first and for twice as many until it
+    is content or ``count`` is reached.
     """
     s = matrix_ss.shape[0]
     count = min(count, s)
-    if s <= DENSE_LIMIT or 2 * DEPTH * (count + OVERSAMPLING) >= s:
-        values, vectors = torch.linalg.eigh(matrix_ss)
-        values, vectors = values.flip(0), vectors.flip(1)[:, :count]
-    else:
-        values, vectors = _block_krylov(matrix_ss, count, seed)
+    asked = count if enough is None else min(count, max(LEAST_ASKED, s // SMALLEST_PART))
+    while s > DENSE_LIMIT and 2 * DEPTH * (asked + OVERSAMPLING) < s:
+        values, vectors = _block_krylov(matrix_ss, asked, seed)
+        if asked == count or (enough is not None and enough(values)):
+            return values.double(), vectors.to(matrix_ss.dtype).contiguous()
+        asked = min(count, 2 * asked)
+    values, vectors = torch.linalg.eigh(matrix_ss)
+    values, vectors = values.flip(0), vectors.flip(1)[:, :count]
     return values.double(), vectors.to(matrix_ss.dtype).contiguous()
 
 

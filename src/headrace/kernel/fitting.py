@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from sklearn.utils import assert_all_finite
 from torch import Tensor
 
 from headrace.errors import OptionError
@@ -32,6 +33,7 @@ from headrace.kernel.planning import WHOLE_ROWS_CPU, WHOLE_ROWS_CUDA, Layout, la
 from headrace.kernel.precondition import build_preconditioner
 from headrace.kernel.products import CPU_BLOCK_VALUES, CUDA_BLOCK_VALUES, KernelProduct
 from headrace.kernel.rates import wanted_batch
+from headrace.kernel.resident import all_finite, place_rows
 from headrace.kernel.solver import Course, Problem, solve
 from headrace.types import Plan
 
@@ -84,16 +86,25 @@ def fit_rows(
     after_epoch: AfterEpoch | None = None,
 ) -> Model:
     """Train on all rows; starts from the weights of ``earlier`` where it knows a row."""
-    merged = merge_copies(rows, targets_nc, row_weights_n)
+    budget = memory_budget(settings.max_memory, settings.devices.first)
+    placed, held = place_rows(rows, settings.devices.first, budget)
+    if settings.devices.on_cuda:
+        check_finite(rows, placed)
+    merged = merge_copies(placed, targets_nc, row_weights_n)
     settings, plan = with_bandwidth(rows, merged, settings)
     if merged.copies:
         plan = plan.with_("copies_merged", merged.copies, "equal rows count once, with their weights added")
-    budget = memory_budget(settings.max_memory, settings.devices.first)
 
     def attempt(allowed: int, retry: int) -> Model:
-        return _fit_within(rows, merged, settings, plan, allowed, retry, earlier, after_epoch)
+        return _fit_within(placed, merged, settings, plan, allowed, retry, earlier, after_epoch)
 
-    return with_less_memory(attempt, budget, settings.say)
+    return with_less_memory(attempt, budget - held, settings.say)
+
+
+def check_finite(rows: Any, placed: Any) -> None:
+    """scikit-learn's check, which a sum on the device answers when all is well."""
+    if not isinstance(placed, Tensor) or not all_finite(placed):
+        assert_all_finite(rows.data if hasattr(rows, "tocsr") else rows, input_name="X")
 
 
 def with_less_memory(attempt: Callable[[int, int], Model], budget: int, say: Say) -> Model:
@@ -162,7 +173,10 @@ def make_operands(rows: Any, settings: Settings, dtype: torch.dtype, bandwidth: 
     """Operands centred on the mean of dense rows."""
     mean = None
     if settings.kernel.family == "radial" and not hasattr(rows, "tocsr"):
-        mean = torch.from_numpy(np.asarray(rows.mean(axis=0, dtype=np.float64)))
+        if isinstance(rows, Tensor):
+            mean = rows.mean(dim=0, dtype=torch.float64)
+        else:
+            mean = torch.from_numpy(np.asarray(rows.mean(axis=0, dtype=np.float64)))
         mean = mean.to(settings.devices.first, dtype)
     return Operands(
         kernel=settings.kernel,
@@ -184,17 +198,17 @@ def workload(rows: Any, n: int, settings: Settings, dtype: torch.dtype) -> Workl
         itemsize=itemsize,
         scratch=settings.kernel.needs_scratch,
         dense_bytes=int(rows.nnz * (n / rows.shape[0]) * (16 + 2 * itemsize)) if sparse else None,
+        packed_bytes=n * (2 * rows.shape[1] + 132) if settings.tf32 and settings.kernel.code >= 0 else 0,
     )
 
 
 def layout_for(work: Workload, settings: Settings, dtype: torch.dtype, budget: int, retry: int = 0) -> Layout:
     on_cuda = settings.devices.on_cuda
     whole_limit = WHOLE_ROWS_CUDA if on_cuda else WHOLE_ROWS_CPU
-    wanted = (
-        work.rows
-        if settings.batch_size or work.rows <= whole_limit
-        else wanted_batch(settings.devices.first, dtype, work.features)
-    )
+    wanted = work.rows
+    if not settings.batch_size and work.rows > whole_limit:
+        with settings.devices.precision(settings.tf32):
+            wanted = wanted_batch(settings.devices.first, dtype, work.features)
     return lay_out(
         work,
         budget,
@@ -226,6 +240,7 @@ def _fit_within(
     order = np.random.RandomState(settings.seed).permutation(n)
     assert settings.bandwidth is not None
     operands = make_operands(rows, settings, dtype, settings.bandwidth)
+    plan = plan.with_("products", *settings.devices.products(operands))
     index = merged.index[order]
     device = settings.devices.first
     targets = torch.from_numpy(np.ascontiguousarray(merged.targets_nc[order])).to(device, dtype)

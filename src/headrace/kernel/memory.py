@@ -31,7 +31,9 @@ _UNITS = {"": 1, "b": 1, "kb": 1 << 10, "mb": 1 << 20, "gb": 1 << 30, "tb": 1 <<
 def available_bytes(device: torch.device) -> int:
     """What is free now: on the device, or for this process with its control group's limit respected."""
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+        # What torch keeps for reuse counts as free.
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + kept
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
@@ -86,12 +88,14 @@ class Workload:
     """The kernel needs a second block."""
     dense_bytes: int | None = None
     """Bytes of the operand when it is not dense."""
+    packed_bytes: int = 0
+    """Bytes of the centres' copy for the fused kernels."""
 
     @property
     def operand_bytes(self) -> int:
         if self.dense_bytes is not None:
             return self.dense_bytes
-        return self.rows * (self.features + 2) * self.itemsize
+        return self.rows * (self.features + 2) * self.itemsize + self.packed_bytes
 
     @property
     def state_bytes(self) -> int:

@@ -18,6 +18,7 @@ from headrace.kernel.operands import Operands
 from headrace.types import Plan
 
 PREDICT_ROWS = 1024
+PREDICT_ROWS_CUDA = 8192
 
 
 @dataclass(kw_only=True)
@@ -49,7 +50,8 @@ class Model:
         """f of those rows, on the CPU."""
         n = rows.shape[0]
         out = torch.zeros(n, self.outputs, dtype=self.operands.dtype)
-        for start in range(0, n, PREDICT_ROWS):
-            right = self.operands.right(rows[start : start + PREDICT_ROWS])
-            out[start : start + PREDICT_ROWS] = self.expansion.values(self.operands.left(right))
+        piece = PREDICT_ROWS_CUDA if self.operands.device.type == "cuda" else PREDICT_ROWS
+        for start in range(0, n, piece):
+            right = self.operands.right(rows[start : start + piece])
+            out[start : start + piece] = self.expansion.values(self.operands.left(right))
         return out

@@ -13,7 +13,9 @@ Two rules keep distances honest in float32:
   this the square root in the Laplacian kernel turns an error of 1e-7 into one of 3e-4.) Other distances
   change by no more than they were uncertain by.
 
-A product in TF32 would round the norms, so there they are added apart, in float32 (``exact_norms``).
+Where products run on tensor cores (``exact_norms``), rows are rounded to what both float16 and TF32 hold, and
+norms are those of the rounded rows, added apart in float32. The products are then exact, and all that is left of
+the low precision is that the data were rounded at 2^-11: no error grows near zero distance.
 
 Sparse rows are kept as CSR and never centred; only a block of the left side is made dense.
 """
@@ -34,9 +36,12 @@ from headrace.kernel.functions import KernelFunction, call_user_kernel
 
 ROUNDING_UNITS = 8
 """By how many units of rounding norms shrink. A guess that holds for 4 to 4000 features (tests/kernel)."""
-
+TENSOR_CORE_UNITS = 64
+"""The same where tensor cores add up, which truncate. Far below what rounding the rows changes."""
+LARGEST_HALF = 60_000.0
 
 PIECE_ROWS = 2048
+CUDA_PIECE_ROWS = 16_384
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,10 +69,14 @@ class Operands:
         n = rows.shape[0] if order is None else len(order)
         d = rows.shape[1]
         out = torch.empty(n, self.width(d), dtype=self.dtype, device=self.device)
+        index: Any = order
+        if order is not None and isinstance(rows, Tensor):
+            index = torch.from_numpy(order).to(rows.device)
         # In pieces, so that temporaries stay small beside the operand itself.
-        for start in range(0, n, PIECE_ROWS):
-            stop = min(n, start + PIECE_ROWS)
-            piece = rows[start:stop] if order is None else rows[order[start:stop]]
+        pieces = CUDA_PIECE_ROWS if self.device.type == "cuda" else PIECE_ROWS
+        for start in range(0, n, pieces):
+            stop = min(n, start + pieces)
+            piece = rows[start:stop] if index is None else rows[index[start:stop]]
             self._fill(out[start:stop], tensor_of(piece).to(self.device, self.dtype))
         return out
 
@@ -84,7 +93,10 @@ class Operands:
             else:
                 torch.sub(piece, self.mean_d, out=values)
                 values.mul_(scale)
-            shrink = 1 - ROUNDING_UNITS * torch.finfo(self.dtype).eps
+            if self.exact_norms:
+                values.clamp_(-LARGEST_HALF, LARGEST_HALF).copy_(values.half())
+            units = TENSOR_CORE_UNITS if self.exact_norms else ROUNDING_UNITS
+            shrink = 1 - units * torch.finfo(self.dtype).eps
             torch.sum(values * values, dim=1, out=out[:, d]).mul_(shrink)
             out[:, d + 1] = 1
             return

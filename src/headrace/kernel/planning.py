@@ -23,8 +23,11 @@ from headrace.kernel.precondition import Preconditioner
 from headrace.types import Plan
 
 WHOLE_ROWS_CPU = 2500
-WHOLE_ROWS_CUDA = 10_000
+WHOLE_ROWS_CUDA = 5000
 """Up to so many rows the whole eigensystem is solved (below two seconds) and a batch holds all rows."""
+LEAST_BATCH_CUDA = 2048
+BATCHES_CUDA = 32
+"""A batch on CUDA is at most this part of the rows: its subsample's eigensystem would outlast epochs otherwise."""
 LEAST_SAMPLES = 2000
 MOST_SAMPLES_CUDA = 12_000
 MOMENTUM_BELOW = 0.02
@@ -68,10 +71,7 @@ def lay_out(
         plan = plan.with_("samples", n, "the whole eigensystem is solved, so the steps are nearly exact")
         batch, samples = n, n
     else:
-        batch = min(n, fixed_batch or wanted_batch)
-        why = (
-            "given" if fixed_batch else "the smallest batch at which this device's products run at full rate"
-        )
+        batch, why = _batch(n, wanted_batch, fixed_batch, on_cuda)
         samples = min(n, max(LEAST_SAMPLES, math.ceil(batch / STABLE_BATCH_PER_SAMPLE)))
         if on_cuda and fixed_batch is None:
             samples = min(samples, MOST_SAMPLES_CUDA)
@@ -106,6 +106,18 @@ def lay_out(
         else "centres lie on several devices, or memory ran out before",
     )
     return Layout(batch=batch, samples=samples, whole=whole, cached=cached, block_values=block, plan=plan)
+
+
+def _batch(n: int, wanted: int, fixed: int | None, on_cuda: bool) -> tuple[int, str]:
+    """The batch before memory has its say, and why."""
+    if fixed:
+        return min(n, fixed), "given"
+    most = max(LEAST_BATCH_CUDA, n // BATCHES_CUDA)
+    if on_cuda and wanted > most:
+        return min(
+            n, most
+        ), f"larger ones than a {BATCHES_CUDA}th of the rows cost more eigenvectors than they save"
+    return min(n, wanted), "the smallest batch at which this device's products run at full rate"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -98,14 +98,22 @@ def build_preconditioner(
     if row_weights_n is not None:
         diagonal_n = diagonal_n * row_weights_n[: len(diagonal_n)]
     first_peak = float(diagonal_n.max())
+    shift, exponent = ridge / rows, 1.0 if deterministic else EXPONENT
     wanted = samples if deterministic else count_for_batch(samples, batch)
-    values, vectors = leading_eigenpairs(matrix, wanted, seed=seed)
+
+    def enough(found: Tensor) -> bool:
+        """Whether the last eigenvalue is one that a batch of this size need not have flattened."""
+        known = found.cpu().numpy() / samples
+        return directions_for_batch(known, batch, peak=first_peak, exponent=exponent, shift=shift) < len(
+            known
+        )
+
+    values, vectors = leading_eigenpairs(matrix, wanted, enough=None if deterministic else enough, seed=seed)
     eigenvalues: NDArray[np.float64] = values.cpu().numpy() / samples
     check_positive(eigenvalues, operands.kernel.name)
     if operands.kernel.family == "callable" and len(eigenvalues) < samples:
         part = torch.linalg.eigvalsh(matrix[:1000, :1000]).flip(0)
         check_positive(part.double().cpu().numpy(), operands.kernel.name)
-    shift, exponent = ridge / rows, 1.0 if deterministic else EXPONENT
     precision = PRECISION_UNITS * torch.finfo(operands.dtype).eps
     q = directions_for_precision(eigenvalues, precision)
     if not deterministic:

@@ -13,10 +13,13 @@ import torch
 from torch import Tensor
 
 from headrace.kernel.operands import Operands, slice_rows
+from headrace.kernel.tiles import chosen
 
 CPU_BLOCK_VALUES = 1 << 20
 """Values per block on the CPU: 4 MB in float32. Measured: 2^19 to 2^21 are alike, beyond it slows down."""
 CUDA_BLOCK_VALUES = 1 << 27
+FUSED_OUTPUTS = 64
+"""Up to so many outputs the product is part of the fused kernel."""
 
 
 class KernelProduct:
@@ -34,8 +37,9 @@ class KernelProduct:
         self.right_pk = right_pk
         on_cuda = operands.device.type == "cuda"
         self.block_values = block_values or (CUDA_BLOCK_VALUES if on_cuda else CPU_BLOCK_VALUES)
-        self.fused = fused
+        self.fused = fused and right_pk.layout == torch.strided
         self._buffers: dict[str, Tensor] = {}
+        self._packed: tuple[Tensor, Any] | None = None
 
     @property
     def rows(self) -> int:
@@ -53,19 +57,30 @@ class KernelProduct:
 
     def evaluate(self, left_mk: Tensor, start: int, stop: int, out: Tensor) -> Tensor:
         """K(left, centres [start, stop)) into ``out``, block by block."""
+        if self.fused:
+            from headrace.kernel.fused import kernel_block, pack_left
+
+            tiles = chosen(out.device).block
+            assert tiles is not None
+            right = self.packed().part(start, stop)
+            return kernel_block(self.operands.kernel.code, pack_left(left_mk), right, out, tiles)
         m = left_mk.shape[0]
         step = max(1, min(stop - start, self.block_values // max(1, m)))
         for low in range(start, stop, step):
             high = min(stop, low + step)
             target = out[:, low - start : high - start]
             scratch = self._scratch(m, high - low)
-            if self.fused:
-                from headrace.kernel.fused import kernel_block
-
-                kernel_block(self.operands, left_mk, self.right_pk[low:high], target)
-            else:
-                self.operands.evaluate(left_mk, slice_rows(self.right_pk, low, high), target, scratch)
+            self.operands.evaluate(left_mk, slice_rows(self.right_pk, low, high), target, scratch)
         return out
+
+    def packed(self) -> Any:
+        """The centres as the fused kernels read them."""
+        if self._packed is None or self._packed[0] is not self.right_pk:
+            from headrace.kernel.fused import pack_right
+
+            self._packed = None  # before the new one is allocated
+            self._packed = (self.right_pk, pack_right(self.right_pk))
+        return self._packed[1]
 
     def multiply(self, left_mk: Tensor, weights_pc: Tensor, keep_ms: Tensor | None = None) -> Tensor:
         """K(left, centres)·weights; the first columns of K are left in ``keep_ms`` when it is given."""
@@ -78,10 +93,15 @@ class KernelProduct:
             result = torch.zeros(m, weights_pc.shape[1], dtype=weights_pc.dtype, device=weights_pc.device)
         if kept == self.rows:
             return result
-        if self.fused and weights_pc.shape[1] <= 64:
-            from headrace.kernel.fused import fused_multiply
+        if self.fused and weights_pc.shape[1] <= FUSED_OUTPUTS:
+            from headrace.kernel.fused import fused_multiply, pack_left
 
-            return fused_multiply(self.operands, left_mk, self.right_pk[kept:], weights_pc[kept:], result)
+            tiles = chosen(result.device).multiply
+            assert tiles is not None
+            right = self.packed().part(kept, self.rows)
+            return fused_multiply(
+                self.operands.kernel.code, pack_left(left_mk), right, weights_pc[kept:], result, tiles
+            )
         return self._accumulate(left_mk, weights_pc, kept, self.rows, result)
 
     def multiply_head(self, left_mk: Tensor, weights_sc: Tensor) -> Tensor:
@@ -116,4 +136,4 @@ class KernelProduct:
         return self.buffer("scratch", m, columns)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_buffers": {}}
+        return {**self.__dict__, "_buffers": {}, "_packed": None}

@@ -97,7 +97,7 @@ def load_model(path: Path, device: torch.device) -> tuple[Model, dict[str, Any]]
         mean_d=None if mean is None else mean.to(device),
         dtype=dtype,
         device=device,
-        exact_norms=about["exact_norms"] and device.type == "cuda",
+        exact_norms=about["exact_norms"],
     )
     right = _operand(tensors, about["width"], dtype, device)
     part = Part(product=KernelProduct(operands, right), weights_pc=tensors["weights"].to(device), start=0)

@@ -1,14 +1,13 @@
 """Rows and targets in chunks: from memory, or from a `headrace.types.Source` that may exceed it.
 
-A source is read in contiguous ranges, in random order of ranges, one range ahead of training in a thread of
-its own; rows are shuffled within a range. Input columns are flattened and joined; the column with the role
-"target" (or the last one) is the target.
+A source is read through the buffered loader (`headrace.engine.loader`): it fills a buffer in large sequential reads
+while training uses the one before, shuffles within it, and puts the rows on the device. Input columns are flattened
+and joined; the column with the role "target" (or the last one) is the target.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from headrace.errors import DataError
+from headrace.kernel.resident import all_finite
 
 Targets = Callable[[dict[str, Any]], NDArray[np.float64]]
 SCAN_ROWS = 65_536
@@ -45,13 +45,20 @@ class SourceRows:
     def read(self, rows: range | torch.Tensor) -> tuple[NDArray[Any], dict[str, Any]]:
         """(the input columns side by side, all columns)."""
         columns = self.source.read(rows)
+        return self.join(columns, _named(rows)).numpy(), columns
+
+    def join(self, columns: dict[str, Any], where: str) -> torch.Tensor:
+        """The input columns side by side, on the device that they are on."""
         inputs = [column for name, column in columns.items() if name != self.target]
         dense = [c.to_dense() if c.layout != torch.strided else c for c in inputs]
         flat = torch.cat([column.reshape(len(column), -1) for column in dense], dim=1)
-        array = flat.numpy()
-        if not np.isfinite(array).all():
-            raise DataError(f"the source holds NaN or infinity in rows {_named(rows)}")
-        return array, columns
+        if not all_finite(flat):
+            raise DataError(f"the source holds NaN or infinity in rows {where}")
+        return flat
+
+    @property
+    def row_bytes(self) -> int:
+        return sum(int(np.prod(c.shape, dtype=np.int64)) * c.dtype.itemsize for c in self.source.columns)
 
     def load(self, targets: Targets) -> tuple[NDArray[Any], NDArray[np.float64]]:
         """Everything, for training with every row as a centre."""
@@ -130,14 +137,14 @@ class MemoryChunks:
             row_weights_n=None if weights is None else weights[index],
         )
 
-    def epoch(self, chunk_rows: int, random: np.random.RandomState) -> Iterator[Chunk]:
+    def epoch(self, chunk_rows: int, random: np.random.RandomState, device: torch.device) -> Iterator[Chunk]:
         order = random.permutation(self.shape[0])
         for start in range(0, len(order), chunk_rows):
             yield self.sample(order[start : start + chunk_rows])
 
 
 class SourceChunks:
-    """Rows of a source, one range read ahead."""
+    """Rows of a source, through the buffered loader."""
 
     def __init__(self, rows: SourceRows, targets: Targets) -> None:
         self.rows, self.targets = rows, targets
@@ -147,15 +154,21 @@ class SourceChunks:
         array, columns = self.rows.read(torch.from_numpy(np.sort(index)))
         return Chunk(rows=array, targets_nc=self.targets(columns), row_weights_n=None)
 
-    def epoch(self, chunk_rows: int, random: np.random.RandomState) -> Iterator[Chunk]:
-        n = self.shape[0]
-        starts = [int(start) for start in random.permutation(np.arange(0, n, chunk_rows))]
-        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="kernel-chunks") as reader:
-            coming = [reader.submit(self.rows.read, range(s, min(n, s + chunk_rows))) for s in starts[:1]]
-            for number in range(len(starts)):
-                array, columns = coming.pop().result()
-                if number + 1 < len(starts):
-                    start = starts[number + 1]
-                    coming.append(reader.submit(self.rows.read, range(start, min(n, start + chunk_rows))))
-                order = random.permutation(len(array))
-                yield Chunk(rows=array[order], targets_nc=self.targets(columns)[order], row_weights_n=None)
+    def epoch(self, chunk_rows: int, random: np.random.RandomState, device: torch.device) -> Iterator[Chunk]:
+        from headrace.engine.loader import Loader
+
+        loader = Loader(
+            self.rows.source,
+            batch_size=chunk_rows,
+            order="shuffled",
+            buffer=max(1, 2 * chunk_rows * self.rows.row_bytes),
+            device=device,
+            seed=int(random.randint(2**31 - 1)),
+        )
+        with loader:
+            names = [column.name for column in loader.columns]
+            for batch in loader:
+                columns = dict(zip(names, batch, strict=True))
+                rows = self.rows.join(columns, "of a chunk")
+                target = {self.rows.target: columns[self.rows.target].cpu()}
+                yield Chunk(rows=rows, targets_nc=self.targets(target), row_weights_n=None)

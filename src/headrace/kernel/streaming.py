@@ -166,6 +166,7 @@ def _prepare(
     plan = plan.with_("centers", p, why)
     plan = plan.with_("dtype", str(dtype).removeprefix("torch."), dtype_why)
     plan = plan.with_("device", settings.devices.name, settings.devices.reason)
+    plan = plan.with_("products", *settings.devices.products(operands))
     plan = plan.with_("memory", words(budget), "allowed for this fit")
     # Half for the centres and their projection; the stream's chunks and temporary centres have the other
     # half.
@@ -238,7 +239,9 @@ def _make_stream(
     plan = plan.with_("batch", batch, "the smallest of what device, kernel and memory allow")
     plan = plan.with_("step", step, "the largest stable step for this batch and spectrum")
     plan = plan.with_("period", period, "rows between two projections onto the centres")
-    model.plan = plan.with_("chunk", chunk, "rows read at a time")
+    model.plan = plan.with_(
+        "chunk", chunk, "rows taken at a time; a source is buffered two of them at a time"
+    )
     targets = torch.from_numpy(sample.targets_nc.astype(np.float64))
     zero = settings.loss.gradient(torch.zeros_like(targets), targets)
     return Stream(
@@ -268,7 +271,7 @@ def _epoch(
     total, count, total_weights, projections = 0.0, 0, None, 0
     with settings.devices.precision(settings.tf32):
         period = _Period(model, settings)
-        for chunk in chunks.epoch(model.stream.chunk_rows, random):
+        for chunk in chunks.epoch(model.stream.chunk_rows, random, model.operands.device):
             for square, rows in _steps(model, period, chunk):
                 total, count = total + square, count + rows
                 if average and period.filled == 0:

@@ -36,7 +36,6 @@ from torch import Tensor, nn
 
 from headrace.errors import DataError, OptionError, UsageError, unknown
 from headrace.order.balance import reorder, reorder_tree
-from headrace.order.balancers import VectorRows
 from headrace.order.coordinated import Exchange
 from headrace.order.drift import fails_to_fall
 from headrace.order.learner import KINDS, Learner, LearnerOptions
@@ -176,8 +175,7 @@ class BalancedOrder:
                 f"{len(indices)} rows were observed with {len(vectors)} signals; give one per row"
             )
         with torch.no_grad():
-            flat = vectors.detach().flatten(1)
-            self.learner.learn(indices, VectorRows(flat), flat)
+            self.learner.learn(indices, vectors.detach().flatten(1))
 
     def capturable(self, batch_size: int) -> bool:
         """Whether a step with this batch size may be captured in a CUDA graph."""

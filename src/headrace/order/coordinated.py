@@ -164,6 +164,13 @@ class OrderService:
         self._waiting[worker] = None
         return self.orders[worker]
 
+    def go_on(self, worker: int, order: Tensor) -> None:
+        """Take over the permutation that a worker was in the middle of; what was signed of it stays signed."""
+        self._check(worker)
+        if not torch.equal(order.sort().values, torch.arange(len(self.orders[worker]))):
+            raise OptionError(f"worker {worker} goes on in an order that is no permutation of its rows")
+        self.orders[worker] = order.clone()
+
     def _check(self, worker: int) -> None:
         if not 0 <= worker < len(self.orders):
             raise OptionError(f"worker {worker} was named; there are workers 0 to {len(self.orders) - 1}")

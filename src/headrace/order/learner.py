@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,9 +27,9 @@ from headrace.order.balancers import Balancer, MeanBalancer, PairBalancer, Rows,
 from headrace.order.coordinated import Exchange, WorkerPairs
 from headrace.order.drift import DriftMeter
 from headrace.order.herding import VectorStore
-from headrace.order.pieces import LongRows, Piece
-from headrace.order.sketch import Projections, SketchSum
-from headrace.order.watch import Record, Watcher
+from headrace.order.pieces import LongRows, Piece, project_inputs
+from headrace.order.sketch import Projection, Projections, SketchSum, join
+from headrace.order.watch import CollectLinear, Record, Watcher
 from headrace.types import State
 
 KINDS = ("pair", "mean", "recursive", "kh", "probabilistic", "greedy", "herding")
@@ -114,7 +114,7 @@ class Learner:
         self._meter: DriftMeter | None = None
         self._waiting: Tensor | None = None
         self._pending_state: State | None = None
-        self._chunk: list[tuple[Tensor, Tensor]] = []
+        self._chunk: list[tuple[Tensor, SketchSum, float | Tensor]] = []
         self._chunk_rows = 0
         self._grad_hooks: list[Any] = []
 
@@ -134,12 +134,13 @@ class Learner:
         if not trained:
             raise ModelError("the model has no parameter that is trained, so there is nothing to learn from")
         self.projections.name(trained)
+        self.projections.know(model)
         self.scaler = scaler
         self._lay_out(trained)
         self.watcher = Watcher(
             model,
             collect=self._collect,
-            collect_linear=self._collect_linear if self.options.signal == "sketch" else None,
+            linear_collector=self._linear_collector if self.options.signal == "sketch" else None,
             finish=self._finish,
             next_indices=self._next_indices,
             batch_dim=batch_dim,
@@ -206,19 +207,29 @@ class Learner:
         if self.options.signal == "exact":
             record.pieces.extend(pieces)
 
-    def _collect_linear(self, record: Record, module: nn.Linear, x: Tensor, delta: Tensor) -> None:
+    def _linear_collector(self, module: nn.Linear) -> CollectLinear:
         """`_collect` for the commonest layer without its detours: they cost as much as the arithmetic."""
-        into = self._sum_of(record, record.layout.batch)
-        projection = self.projections.of(module.weight, delta)
-        bias: Tensor | None = module.bias
-        if bias is None:
-            right = x @ projection.columns
-        else:
-            right = torch.addmm(projection.bias, x, projection.columns)
-        into.add_outer(delta @ projection.rows, right)
+        known: Projection | None = None
+
+        def collect(record: Record, x: Tensor, delta: Tensor) -> None:
+            nonlocal known
+            projection = known
+            if (
+                projection is None
+                or projection.rows.dtype is not delta.dtype
+                or projection.rows.device != delta.device
+            ):
+                projection = known = self.projections.of(module.weight, delta)
+            into = record.sketch
+            if into is None:
+                into = record.sketch = SketchSum(record.layout.batch, self.projections)
+            left = torch.mm(projection.rows_t, delta.T)
+            into.add_outer(left, project_inputs(x, projection, module._parameters["bias"]))
+
+        return collect
 
     def _finish(self, record: Record) -> None:
-        if record.sketch is None:
+        if record.sketch is None or record.sketch.empty:
             return
         batch = record.layout.batch
         indices = record.indices
@@ -230,19 +241,13 @@ class Learner:
                 "forward pass"
             )
         if self.options.signal == "microbatch":
-            vectors = record.sketch.result(self._scale(1))
-            assert vectors is not None
-            self.learn(self._to_unit(indices), VectorRows(vectors), vectors)
-            return
-        scale = self._scale(batch)
-        vectors = record.sketch.result(scale)
-        assert vectors is not None
-        if vectors.device.type != "cpu":
-            vectors = torch.where(torch.isfinite(vectors), vectors, 0.0)
-        rows: Rows = VectorRows(vectors)
-        if self.options.signal == "exact":
+            self._collect_chunk(self._to_unit(indices), record.sketch, self._scale(1))
+        elif self.options.signal == "exact":
+            scale = self._scale(batch)
             rows = LongRows(record.pieces, self._places, batch, scale)
-        self.learn(indices, rows, vectors)
+            self._sign(self._count(indices), rows, self._vectors([record.sketch], [scale]))
+        else:
+            self._collect_chunk(indices, record.sketch, self._scale(batch))
 
     def _check_reduction(self, delta: Tensor, batch: int) -> None:
         if delta.device.type == "cpu" and sum_hint(delta, batch):
@@ -261,34 +266,51 @@ class Learner:
         # The tensor, where there is one: get_scale() would wait for the device.
         return scale / on_device if isinstance(on_device, Tensor) else scale / self.scaler.get_scale()
 
-    def learn(self, indices: Tensor, rows: Rows, vectors_bk: Tensor) -> None:
-        """Take in one batch: ``rows`` for the walk, ``vectors_bk`` for the drift.
-
-        On a CPU batches are collected until ``CHUNK`` rows are there: the walk is the same, its fixed cost is paid
-        less often.
-        """
+    def _count(self, indices: Tensor) -> Tensor:
         self.seen += len(indices)
-        if vectors_bk.device.type != "cpu" or not isinstance(rows, VectorRows) or self.exchange is not None:
-            self._sign(indices, rows, vectors_bk)
-            return
-        self._chunk.append((indices, vectors_bk))
+        return indices
+
+    def learn(self, indices: Tensor, vectors_bk: Tensor) -> None:
+        """Take in one batch of vectors that the caller made."""
+        whole = SketchSum(len(vectors_bk), self.projections)
+        whole.summed = vectors_bk.T.clone()
+        self._collect_chunk(indices, whole, 1.0)
+
+    def _collect_chunk(self, indices: Tensor, sketch: SketchSum, scale: float | Tensor) -> None:
+        """Sign a batch, or keep it until ``CHUNK`` rows are there.
+
+        The walk is the same, its fixed cost is paid less often. Workers in one walk have to keep step, and what a CUDA
+        graph captures must be complete: both sign every batch at once.
+        """
+        self._count(indices)
+        self._chunk.append((indices, sketch, scale))
         self._chunk_rows += len(indices)
-        if self._chunk_rows >= CHUNK:
+        if self._chunk_rows >= CHUNK or self.exchange is not None or _captures(indices):
             self.flush()
 
     def flush(self) -> None:
         """Sign what was collected."""
         if self._chunk:
-            indices = torch.cat([i.cpu() for i, _ in self._chunk])
-            vectors = torch.cat([v for _, v in self._chunk])
+            indices, sums, scales = zip(*self._chunk, strict=True)
             self._chunk, self._chunk_rows = [], 0
-            self._sign(indices, VectorRows(vectors), vectors)
+            vectors = self._vectors(sums, scales)
+            together = torch.cat(indices) if len(indices) > 1 else indices[0]
+            self._sign(together, VectorRows(vectors), vectors)
+
+    def _vectors(self, sums: Sequence[SketchSum], scales: Sequence[float | Tensor]) -> Tensor:
+        vectors = join(sums, scales)
+        # On a CPU the walk looks for overflows itself.
+        return vectors if vectors.device.type == "cpu" else torch.nan_to_num_(vectors, 0.0, 0.0, 0.0)
 
     def settle(self) -> None:
         """Finish everything that backward passes left to do."""
+        self.settle_watcher()
+        self.flush()
+
+    def settle_watcher(self) -> None:
+        """Take in the batches of finished backward passes, without signing them yet."""
         if self.watcher is not None:
             self.watcher.settle()
-        self.flush()
 
     def _sign(self, indices: Tensor, rows: Rows, vectors_bk: Tensor) -> None:
         if self._balancer is None:
@@ -406,6 +428,10 @@ class Learner:
         self._meter.load_state_dict(state["meter"])
         waiting = state["waiting"]
         self._waiting = None if waiting is None else waiting.to(self.signs.device)
+
+
+def _captures(indices: Tensor) -> bool:
+    return indices.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def sum_hint(delta: Tensor, batch: int) -> bool:

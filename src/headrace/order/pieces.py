@@ -13,15 +13,16 @@ Shapes: b examples, p positions, o rows and i columns of the weight.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from headrace.order.cost import Sizes, choose_gram, choose_sketch, choose_tokens_gram
-from headrace.order.sketch import Projection, SketchSum, matrix_shape
+from headrace.order.sketch import Projection, SketchSum, Taps, matrix_shape
 
 View = Callable[[Tensor], Tensor]
 """Parameter → its part of a long vector, in the parameter's shape."""
@@ -42,10 +43,10 @@ class Dense:
         rows, columns = matrix_shape(self.parameter.shape)
         matrices = self.gradients.reshape(len(self.gradients), rows, columns)
         if columns == 1:
-            left = matrices[:, :, 0] @ projection.rows
-            into.add_outer(left, projection.columns.expand(len(left), -1))
+            left = projection.rows_t @ matrices[:, :, 0].T
+            into.add_outer(left, projection.columns_t.expand(-1, left.shape[1]))
         else:
-            into.add(projection.rows.T @ matrices @ projection.columns)
+            into.add(project_sum(projection.rows_t, matrices) @ projection.columns)
 
     def flat(self) -> Tensor:
         return self.gradients.reshape(len(self.gradients), -1)
@@ -86,7 +87,8 @@ class Factors:
         projection = into.projections.of(self.weight, self.left)
         right = self.right if self.right.dtype == self.left.dtype else self.right.to(self.left.dtype)
         if self.left.shape[1] == 1:
-            into.add_outer(self.left[:, 0] @ projection.rows, project(right[:, 0], projection, self.bias))
+            left_kb = projection.rows_t @ self.left[:, 0].T
+            into.add_outer(left_kb, project_inputs(right[:, 0], projection, self.bias))
             return
         way = choose_sketch(self._sizes(), *projection.split)
         into.add(contract(self.left, right, projection, self.bias, way))
@@ -134,29 +136,47 @@ class Factors:
         return pieces
 
 
-def project(right: Tensor, projection: Projection, bias: Tensor | None) -> Tensor:
-    """[a, 1] R_i, or a R_i without a bias."""
+def project_inputs(right: Tensor, projection: Projection, bias: Tensor | None) -> Tensor:
+    """([a, 1] R_i)ᵀ, or (a R_i)ᵀ without a bias, for one row a per example."""
     if bias is None:
-        return right @ projection.columns
-    if right.dim() == 2:
-        return torch.addmm(projection.bias, right, projection.columns)
-    return F.linear(right, projection.columns.T, projection.bias)
+        return projection.columns_t @ right.T
+    return torch.addmm(projection.bias_t, projection.columns_t, right.T)
+
+
+def project_all(matrix_kf: Tensor, x: Tensor) -> Tensor:
+    """b × p × f projected to k × b × p, as one product over all positions and without copying x where possible."""
+    b, p, f = x.shape
+    if not x.is_contiguous() and x.stride(2) == 1 and x.stride(1) == b * x.stride(0):
+        # Positions came first in memory (sequence-first attention): the small result is turned, not x.
+        flat = matrix_kf @ x.transpose(0, 1).reshape(-1, f).T
+        return flat.view(-1, p, b).transpose(1, 2).contiguous()
+    return (matrix_kf @ x.reshape(-1, f).T).view(-1, b, p)
 
 
 def contract(left: Tensor, right: Tensor, projection: Projection, bias: Tensor | None, way: str) -> Tensor:
     """R_oᵀ (Σ_p δ_p [a_p, 1]ᵀ) R_i, in the order of contraction that ``way`` names."""
-    if way == "inputs":
-        return projection.rows.T @ torch.bmm(left.transpose(1, 2), project(right, projection, bias))
-    if way == "sketch":
-        return torch.bmm((left @ projection.rows).transpose(1, 2), project(right, projection, bias))
+    if way in ("inputs", "sketch"):
+        right_kbp = project_all(projection.columns_t, right)
+        if bias is not None:
+            right_kbp += projection.bias_t[:, :, None]
+        right = right_kbp.permute(1, 2, 0)
+        if way == "inputs":
+            return project_sum(projection.rows_t, torch.bmm(left.transpose(1, 2), right))
+        return torch.bmm(project_all(projection.rows_t, left).transpose(0, 1), right)
     if way == "outputs":
         left = left @ projection.rows
         result = torch.bmm(left.transpose(1, 2), right) @ projection.columns
         summed = left.sum(1)
     else:
-        result = projection.rows.T @ torch.bmm(left.transpose(1, 2), right) @ projection.columns
+        result = project_sum(projection.rows_t, torch.bmm(left.transpose(1, 2), right)) @ projection.columns
         summed = left.sum(1) @ projection.rows
     return result if bias is None else result + summed[:, :, None] * projection.bias
+
+
+def project_sum(rows_t: Tensor, sums_bok: Tensor) -> Tensor:
+    """R_oᵀ times every example's o × k matrix, as one product: broadcasting would run one per example."""
+    b, o, k = sums_bok.shape
+    return (rows_t @ sums_bok.transpose(0, 1).reshape(o, b * k)).view(-1, b, k).transpose(0, 1)
 
 
 @dataclass
@@ -179,19 +199,29 @@ class Convolution:
         delta = self.delta.flatten(2)
         sizes = Sizes(len(delta), delta.shape[2], self.weight.shape[0], self.weight[0].numel())
         projection = into.projections.of(self.weight, delta)
-        way = choose_sketch(sizes, *projection.split, unfold=True)
+        touched = None if projection.taps is None else self.weight.shape[1]
+        way = choose_sketch(sizes, *projection.split, unfold=True, touched=touched)
         if way in ("outputs", "materialise"):
             factors = self.factors()
             into.add(contract(factors.left, factors.right, projection, self.bias, way))
             return
-        # Projecting the inputs is a convolution with k_i random filters: the patches are never cut out.
-        filters = projection.columns_t.view(-1, *self.weight.shape[1:])
-        row = projection.bias if self.bias is not None else None
-        right = convolve(self.module, self.input.to(delta.dtype), filters, row).flatten(2).transpose(1, 2)
+        right = self._project(projection, self.input.to(delta.dtype)).flatten(2)
+        if self.bias is not None and projection.taps is not None:
+            right += projection.bias_t
+        right = right.transpose(1, 2)
         if way == "sketch":
-            into.add(torch.bmm(projection.rows.T @ delta, right))
+            into.add(torch.bmm(projection.rows_t @ delta, right))
         else:
-            into.add(projection.rows.T @ torch.bmm(delta, right))
+            into.add(project_sum(projection.rows_t, torch.bmm(delta, right)))
+
+    def _project(self, projection: Projection, x: Tensor) -> Tensor:
+        """The inputs under R_i, b × k_i × positions, without cutting out patches."""
+        if projection.taps is not None:
+            return tap(self.module, projection.taps, x, self.delta.shape[2:])
+        # A convolution with k_i random filters.
+        assert self.weight is not None
+        filters = projection.columns_t.view(-1, *self.weight.shape[1:])
+        return convolve(self.module, x, filters, projection.bias if self.bias is not None else None)
 
     def factors(self) -> Factors:
         right = patches(self.module, self.input).to(self.delta.dtype)
@@ -239,6 +269,20 @@ def convolve(
     return result
 
 
+def tap(module: nn.Conv1d | nn.Conv2d | nn.Conv3d, taps: Taps, x: Tensor, places: Sequence[int]) -> Tensor:
+    """Mixed channels, each seen from its own place in the filter: b × k_i × the output's places."""
+    mixed = torch.matmul(taps.mix, x.flatten(2)).view(len(x), -1, *x.shape[2:])
+    mixed = pad(module, mixed)
+    out = mixed.new_empty(len(x), len(taps.places), *places)
+    for column, place in enumerate(taps.places):
+        cut: tuple[Any, ...] = tuple(
+            slice(at * gap, at * gap + (count - 1) * step + 1, step)
+            for at, gap, step, count in zip(place, module.dilation, module.stride, places, strict=True)
+        )
+        out[:, column] = mixed[(slice(None), column, *cut)]
+    return out
+
+
 def patches(module: nn.Conv1d | nn.Conv2d | nn.Conv3d, x: Tensor) -> Tensor:
     """The input cut into the patches that the filters see: b × p × (c · filter size)."""
     x = pad(module, x)
@@ -264,11 +308,12 @@ class Tokens:
 
     def sketch(self, into: SketchSum) -> None:
         projection = into.projections.of(self.weight, self.delta)
-        left, right = F.embedding(self.ids, projection.rows), self.delta @ projection.columns
+        left = F.embedding(self.ids, projection.rows)
         if self.ids.shape[1] == 1:
-            into.add_outer(left[:, 0], right[:, 0])
+            into.add_outer(left[:, 0].T, projection.columns_t @ self.delta[:, 0].T)
         else:
-            into.add(torch.bmm(left.transpose(1, 2), right))
+            right = project_all(projection.columns_t, self.delta)
+            into.add(torch.bmm(left.transpose(1, 2), right.permute(1, 2, 0)))
 
     def dot(self, view: View) -> Tensor:
         return (F.embedding(self.ids, view(self.weight)) * self.delta).sum((1, 2))

@@ -47,6 +47,10 @@ class Record:
         """The second dimension of the model's input: the batch, if it is not the first."""
 
 
+CollectLinear = Callable[[Record, Tensor, Tensor], None]
+"""Takes a record, and input and output gradient of one linear layer."""
+
+
 class Watcher:
     """The hooks on one model."""
 
@@ -55,7 +59,7 @@ class Watcher:
         model: nn.Module,
         *,
         collect: Callable[[Record, list[Piece]], None],
-        collect_linear: Callable[[Record, nn.Linear, Tensor, Tensor], None] | None,
+        linear_collector: Callable[[nn.Linear], CollectLinear] | None,
         finish: Callable[[Record], None],
         next_indices: Callable[[], Tensor | None],
         batch_dim: int = 0,
@@ -64,7 +68,7 @@ class Watcher:
     ) -> None:
         self.model = model
         self.collect = collect
-        self.collect_linear = collect_linear
+        self.linear_collector = linear_collector
         self.finish = finish
         self.next_indices = next_indices
         self.check_output = check_output
@@ -73,6 +77,7 @@ class Watcher:
         """Layer or parameter → (why it is left out, how many parameters it has)."""
         self.approximate: list[str] = []
         self._open: Record | None = None
+        self._layout: Layout | None = None
         self._inside = False
         self._queue: deque[Record] = deque()
         self._handles: list[Any] = [
@@ -98,7 +103,10 @@ class Watcher:
             covered.update(id(p) for p in own_parameters(module))
             if is_approximate(module):
                 self.approximate.append(self._names[module])
-            self._handles.append(module.register_forward_hook(self._make_tap(maker), with_kwargs=True))
+            tap = self._make_tap(maker)
+            if type(module) is nn.Linear and self.linear_collector is not None:
+                tap = self._make_linear_tap(module, tap, self.linear_collector(module))
+            self._handles.append(module.register_forward_hook(tap, with_kwargs=True))
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad and id(parameter) not in covered:
                 self.left_out[name] = ("no known layer holds it", parameter.numel())
@@ -127,9 +135,12 @@ class Watcher:
         self._queue.clear()
 
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if module is not self.model or not torch.is_grad_enabled() or self._in_backward():
+        if module is not self.model or not torch.is_grad_enabled():
             return
-        self.settle()
+        if self._queue:
+            if self._in_backward():
+                return
+            self.settle()
         self._open = self._new_record((args, kwargs))
         self._inside = True
 
@@ -152,9 +163,21 @@ class Watcher:
 
     def _new_record(self, inputs: Any) -> Record:
         indices = self.next_indices()
-        size = len(indices) if indices is not None else _batch_size(inputs, self.batch_dim)
-        record = Record(Layout(size, self.batch_dim), indices)
-        record.second = next((x.shape[1] for x in _tensors(inputs) if x.dim() > 1), None)
+        args = inputs[0]
+        second: int | None
+        if self.batch_dim == 0 and args and type(args[0]) is Tensor and args[0].dim() > 1:
+            # What nearly every model is called with, without walking through its arguments.
+            shape = args[0].shape
+            size, second = shape[0], shape[1]
+        else:
+            size = _batch_size(inputs, self.batch_dim) if indices is None else 0
+            second = next((x.shape[1] for x in _tensors(inputs) if x.dim() > 1), None)
+        if indices is not None:
+            size = len(indices)
+        if self._layout is None or self._layout.batch != size:
+            self._layout = Layout(size, self.batch_dim)
+        record = Record(self._layout, indices)
+        record.second = second
         self._queue.append(record)
         return record
 
@@ -188,13 +211,6 @@ class Watcher:
 
             if isinstance(module, nn.RNNBase):
                 return _join(fire, output)
-            if (
-                isinstance(module, nn.Linear)
-                and self.collect_linear is not None
-                and _is_plain(module, args, first, record.layout.batch)
-            ):
-                first.register_hook(partial(self._fire_linear, record, module, args[0]))
-                return None
             nodes = attention_nodes(module, first, args, kwargs, record.layout.batch)
             if nodes is not None:
                 self._tap_nodes(record, module, nodes)
@@ -202,23 +218,42 @@ class Watcher:
             first.register_hook(fire)
             return None
 
-        # Compiled code must not trace into the tap: it keeps Python state. This is the mark that torch.compiler.disable
-        # leaves; calling that would import the whole compiler, seconds for those who do not compile.
-        tap._torchdynamo_disable = True  # type: ignore[attr-defined]
-        return tap
+        return _uncompiled(tap)
 
-    def _fire_linear(self, record: Record, module: nn.Linear, x: Tensor, delta: Tensor) -> None:
-        if record.ready or self.collect_linear is None:
-            return
-        record.fired += 1
-        if torch.is_grad_enabled():  # only a backward pass with create_graph=True
-            with torch.no_grad():
-                self.collect_linear(record, module, x, delta)
-        else:
-            self.collect_linear(record, module, x, delta)
-        record.pending -= 1
-        if record.pending == 0:
-            self.complete(record)
+    def _make_linear_tap(
+        self, owner: nn.Linear, general: Callable[..., Any], collect: CollectLinear
+    ) -> Callable[..., Any]:
+        """The tap of the commonest layer without the detours, which cost as much as its arithmetic."""
+
+        def fire(record: Record, x: Tensor, delta: Tensor) -> None:
+            if record.ready:
+                return
+            record.fired += 1
+            if torch.is_grad_enabled():  # only a backward pass with create_graph=True
+                with torch.no_grad():
+                    collect(record, x, delta)
+            else:
+                collect(record, x, delta)
+            record.pending -= 1
+            if record.pending == 0:
+                self.complete(record)
+
+        def tap(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+            record = self._open
+            if (
+                not self._inside
+                or record is None
+                or module is not owner
+                or not torch.is_grad_enabled()
+                or not _is_plain(owner, args, output, record.layout.batch)
+                or owner in self._silent
+            ):
+                return general(module, args, kwargs, output)
+            record.pending += 1
+            output.register_hook(partial(fire, record, args[0]))
+            return None
+
+        return _uncompiled(tap)
 
     def _tap_nodes(self, record: Record, module: nn.Module, nodes: list[WeightNode]) -> None:
         """Hooks on the autograd nodes that use a layer's weights, where they could be found."""
@@ -261,8 +296,8 @@ class Watcher:
     def complete(self, record: Record) -> None:
         """Mark a record as complete; finish it and those before it, oldest first."""
         record.ready = True
-        while self._queue and self._queue[0].ready:
-            with torch.no_grad():
+        with torch.no_grad():
+            while self._queue and self._queue[0].ready:
                 self.finish(self._queue.popleft())
 
     def settle(self) -> None:
@@ -299,15 +334,24 @@ class Watcher:
         warnings.warn(f"order: {self.coverage()}", stacklevel=2)
 
 
-def _is_plain(module: nn.Linear, args: Any, output: Tensor, batch: int) -> bool:
+def _uncompiled(tap: Callable[..., Any]) -> Callable[..., Any]:
+    # Compiled code must not trace into a tap: it keeps Python state. This is the mark that torch.compiler.disable
+    # leaves; calling that would import the whole compiler, seconds for those who do not compile.
+    tap._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return tap
+
+
+def _is_plain(module: nn.Linear, args: Any, output: Any, batch: int) -> bool:
     """A linear layer that is trained, on one vector per example, without autocast."""
-    if type(module) is not nn.Linear or not args or not module.weight.requires_grad:
+    if not args or type(output) is not Tensor:
         return False
     x: Tensor = args[0]
-    if x.dim() != 2 or x.shape[0] != batch or x.dtype != output.dtype:
+    shape = x.shape
+    if len(shape) != 2 or shape[0] != batch or x.dtype is not output.dtype:
         return False
-    bias: Tensor | None = module.bias
-    return bias is None or bias.requires_grad
+    held = module._parameters  # a dict; module.weight takes ten times as long
+    weight, bias = held["weight"], held["bias"]
+    return weight is not None and weight.requires_grad and (bias is None or bias.requires_grad)
 
 
 _RANDOM_STATES: dict[nn.Module, Tensor] = {}

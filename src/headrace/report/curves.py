@@ -1,7 +1,7 @@
 """From rows to curves: which numbers a run recorded, and how to draw long ones. Pure functions on plain data.
 
 A row's coordinates are kind, epoch, step, seconds and examples; every other number is a measurement. A nested
-dictionary gives one curve per entry, drawn together; a list of numbers is a histogram.
+dictionary, or names such as ``batch/cpu0``, give one curve per entry, drawn together; a list of numbers is a histogram.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ def measurements(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[str]]:
                 entries = [str(entry) for entry, inner in value.items() if _is_number(inner)]
                 found.setdefault(key, {}).update(dict.fromkeys(entries))
             elif _is_number(value):
-                found.setdefault(key, {})[""] = None
+                outer, _, inner = key.partition("/")
+                found.setdefault(outer, {})[inner] = None
     return {key: list(entries) for key, entries in found.items() if entries}
 
 
@@ -73,7 +74,7 @@ def curve(rows: Iterable[Mapping[str, Any]], x_key: str, key: str, entry: str = 
     for row in rows:
         value = row.get(key)
         if entry:
-            value = value.get(entry) if isinstance(value, Mapping) else None
+            value = value.get(entry) if isinstance(value, Mapping) else row.get(f"{key}/{entry}")
         x = row.get(x_key)
         if _is_number(x) and _is_number(value):
             pairs.append((x, value))

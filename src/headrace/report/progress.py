@@ -149,6 +149,7 @@ class Progress:
         self._bar: RichProgress | None = None
         self._task: TaskID | None = None
         self._last: tuple[int, Any, int, float] | None = None
+        self._note = ""
         self._drawn_step: int | None = None
         self._wait_before_s: float | None = None if first_step else 0.0
         self._started_s = self._next_s = clock()
@@ -163,8 +164,9 @@ class Progress:
             self._bar.start()
         return self
 
-    def update(self, step: int, loss: Any, examples: int, wait_s: float = 0.0) -> None:
-        """Totals; ``loss`` is a number or a one-element tensor."""
+    def update(self, step: int, loss: Any, examples: int, wait_s: float = 0.0, note: str = "") -> None:
+        """Totals; ``loss`` is a number or a one-element tensor. ``note`` is shown behind them."""
+        self._note = note
         self._last = (step, loss, examples, wait_s)
         now_s = self._clock()
         if self._wait_before_s is None:
@@ -194,13 +196,14 @@ class Progress:
         standing = self._standing(now_s, *self._last)
         self._drawn_step = standing.step
         if self._bar is None or self._task is None:
-            self.print(f"{self._title} {describe(standing)}")
+            self.print(f"{self._title} {describe(standing)}{'; ' if self._note else ''}{self._note}")
             return
         self._bar.update(
             self._task,
             total=None if standing.fraction is None else 1.0,
             completed=standing.fraction or 0.0,
-            told=f"loss {standing.loss:.4g}  {rate(standing.examples_per_s)} examples/s  {waited(standing)}",
+            told=f"loss {standing.loss:.4g}  {rate(standing.examples_per_s)} examples/s  "
+            + (self._note or waited(standing)),
             left="" if standing.left_s is None else f"{duration(standing.left_s)} left",
         )
 

@@ -31,7 +31,12 @@ MEANINGS = {
     "lr": "The learning rate. Too high and the loss jumps or diverges; too low and it hardly falls.",
     "grad_norm": "The length of the gradient. A sudden high value comes before divergence.",
     "wait_s": "Seconds that the device waited for data. High means that reading is the limit.",
-    "staleness": "Updates by others between a worker's read and its write. High values slow convergence.",
+    "staleness": "Updates by others between a worker's read and its write. High values slow convergence. Of the bars "
+    "at the end, bar 0 counts writes that missed none, bar n those that missed 2^(n-1) to 2^n - 1.",
+    "updates": "How often parameters were updated, by all workers together and by each. A worker far above the others "
+    "drowns what they learn.",
+    "batch": "Rows of one update of each worker; adaptive runs change them until all update equally often.",
+    "utilisation": "Share of the time that a worker was at work. Low: it waited for work, or for others.",
     "return": "Reward of an episode; high is good.",
     "perplexity": "How surprised the model is by held-out data; low is good.",
 }

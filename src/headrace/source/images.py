@@ -237,6 +237,11 @@ def write_cache(path: Path, shape: tuple[int, ...], fill: Any) -> None:
             out.flush()
             os.fsync(file.fileno())
         Path(temporary).replace(path)
+    except OSError as error:
+        raise DataError(
+            f"{path.parent} could not hold {int(np.prod(shape))} bytes of decoded images: {error.strerror or error}; "
+            "make room, name another folder with cache=, or decode at every read with cache=False"
+        ) from error
     finally:
         Path(temporary).unlink(missing_ok=True)
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from headrace.topics.estep import Inference
+from headrace.topics.priors import LEAST
 from headrace.topics.resident import Part, Resident
 
 GROUP_NUMBERS = 32_000_000
@@ -48,9 +49,19 @@ class Inferred:
     rounds_b: Tensor
 
 
-def starts(how: Inference, noise: int, documents_b: Tensor, jumps: Tensor) -> Tensor:
+@dataclass(frozen=True)
+class Beginning:
+    """Where documents begin, on the device."""
+
+    jumps: Tensor
+    """The generator of near-one starts, by `jumps`."""
+    alpha_k: Tensor
+    """The documents' prior, float32."""
+
+
+def starts(beginning: Beginning, noise: int, documents_b: Tensor) -> Tensor:
     """Where γ begins: one, or near one by the compiled kernels' generator."""
-    count, topics = len(documents_b), len(how.alpha)
+    count, topics, jumps = len(documents_b), len(beginning.alpha_k), beginning.jumps
     if not noise:
         return torch.ones(count, topics, device=documents_b.device)
     draw_b = (noise + (documents_b.to(torch.int64) + 1) * 2654435761) & 0xFFFFFFFF
@@ -90,11 +101,11 @@ def tables(
 
 
 def infer(
-    resident: Resident, part: Part, given: Tables, how: Inference, noise: int, jump: Tensor
+    resident: Resident, part: Part, given: Tables, how: Inference, noise: int, beginning: Beginning
 ) -> Inferred:
     """γ of a mini-batch of documents, group by group."""
-    device, topics, width = resident.device, len(how.alpha), given.rows_vw.shape[1]
-    alpha_k = torch.from_numpy(how.alpha.copy()).to(device)
+    device, alpha_k, width = resident.device, beginning.alpha_k, given.rows_vw.shape[1]
+    topics = len(alpha_k)
     gammas_bk = torch.empty(part.documents, topics, device=device)
     powers_bw = torch.zeros(part.documents, width, device=device)
     shares_e = torch.zeros(len(resident.counts), device=device)
@@ -107,7 +118,7 @@ def infer(
         floor_bn = torch.full_like(count_bn, NOTHING)
         if given.floors_v is not None:
             floor_bn += given.floors_v[word_bn] * mass_b[:, None]
-        start_bk = starts(how, noise, part.first + chosen, jump)
+        start_bk = starts(beginning, noise, part.first + chosen)
         gamma_bk, rounds = _iterate(rows_vk[word_bn], count_bn, floor_bn, start_bk, alpha_k, how)
         empty_b = ~real_bn.any(dim=1)
         gamma_bk = torch.where(empty_b[:, None], alpha_k, gamma_bk)
@@ -187,6 +198,38 @@ def add(
         parts_ew = done.shares_e[start:stop, None] * done.powers_bw[doc_e[start - lo : stop - lo]]
         sums_vw.index_add_(0, words_e, parts_ew)
     excess_vw += sums_vw.mul_(given.rows_vw).mul_(factor)
+
+
+def improved(alpha_k: Tensor, gammas_bk: Tensor, weight: float) -> Tensor:
+    """`priors.improved` where γ lies."""
+    old_k = alpha_k.to(torch.float64)
+    counts_bk = torch.maximum(gammas_bk.to(torch.float64), old_k)
+    above_k = (torch.digamma(counts_bk) - torch.digamma(old_k)).sum(dim=0)
+    below = (torch.digamma(counts_bk.sum(dim=1)) - torch.digamma(old_k.sum())).sum()
+    new_k = (old_k * (above_k / below).clamp(min=1e-3) ** weight).clamp(min=LEAST)
+    return torch.where(below > 0, new_k, old_k).to(torch.float32)
+
+
+def document_terms(alpha_k: Tensor, gammas_bk: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """The bound's terms of θ but for log Γ(α), in float64; and exp(E[log θ]), padded."""
+    gamma_bk = gammas_bk.to(torch.float64)
+    sums_b = gamma_bk.sum(dim=1)
+    logs_bk = torch.digamma(gamma_bk) - torch.digamma(sums_b)[:, None]
+    value = ((alpha_k.to(torch.float64) - gamma_bk) * logs_bk).sum() + torch.lgamma(gamma_bk).sum()
+    powers_bw = torch.zeros(len(gamma_bk), width, device=gamma_bk.device)
+    powers_bw[:, : len(alpha_k)] = torch.exp(logs_bk)
+    return value - torch.lgamma(sums_b).sum(), powers_bw
+
+
+def topic_terms(excess_vw: Tensor, sums_k: Tensor, prior: float, scale: float) -> Tensor:
+    """`kernels.topic_terms`: Σ of log Γ(λ) − (λ − prior)(ψ(λ) − ψ(Σλ)), in float64."""
+    log_sums_k = torch.digamma(sums_k)
+    value = torch.zeros((), dtype=torch.float64, device=excess_vw.device)
+    for part_vw in excess_vw.split(max(1, GROUP_NUMBERS // (4 * excess_vw.shape[1]))):
+        part_vk = scale * part_vw[:, : len(sums_k)].to(torch.float64)
+        lambda_vk = part_vk + prior
+        value += (torch.lgamma(lambda_vk) - part_vk * (torch.digamma(lambda_vk) - log_sums_k)).sum()
+    return value
 
 
 def word_sum(resident: Resident, part: Part, given: Tables, powers_bw: Tensor) -> Tensor:

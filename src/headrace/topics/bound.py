@@ -85,10 +85,18 @@ def word_sum(
 
 def completion_perplexity(gammas: NDArray[Any], words: float, word_sum: WordSum) -> float:
     """exp(−log likelihood per word) of the hidden words under θ inferred from the observed ones."""
-    if words == 0:
+    if not words:
         return float("nan")
     gammas = gammas.astype(np.float64)
-    return float(np.exp(-word_sum(gammas / gammas.sum(axis=1, keepdims=True), True) / words))
+    return per_word(word_sum(gammas / gammas.sum(axis=1, keepdims=True), True), words)
+
+
+def per_word(value: float, words: float) -> float:
+    """exp(−value / words): infinite for bounds beyond any number, not a number without words."""
+    if not words:
+        return float("nan")
+    with np.errstate(over="ignore"):
+        return float(np.exp(-value / words))
 
 
 def split_words(corpus: Corpus, seed: int = 0) -> tuple[Corpus, Corpus]:

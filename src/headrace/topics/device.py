@@ -12,17 +12,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from scipy.special import gammaln
 
 from headrace.errors import DeviceError
 from headrace.topics import batched
 from headrace.topics.corpus import Corpus
 from headrace.topics.estep import EPS, Inference, Run, runs_of
 from headrace.topics.local import Rate, Tally, check_finite, plan_rounds
+from headrace.topics.priors import BATCH_WEIGHT
 from headrace.topics.resident import Part, Resident
 from headrace.topics.state import SMALLEST_SCALE, Topics
 
@@ -63,7 +66,10 @@ class DeviceTopics:
         self.scale = topics.scale
         self.excess_vw = torch.from_numpy(topics.excess).to(device, copy=True)
         self.column_w = self._column()
-        self.jump = batched.jumps(topics.topics, device)
+        self._jumps = batched.jumps(topics.topics, device)
+        self._beginning: batched.Beginning | None = None
+        self.alpha: NDArray[np.float32] = np.zeros(0, dtype=np.float32)
+        """The documents' prior that was used last, or learned since."""
         self._held: Resident | None = None
         self.away = False
         """Whether the host's topics are older than these."""
@@ -78,22 +84,44 @@ class DeviceTopics:
             self._held = Resident(corpus, self.device)
         return self._held
 
+    def _begin(self, alpha: NDArray[np.float32]) -> batched.Beginning:
+        """Where documents with this prior begin; copied only when another one was used last."""
+        if self._beginning is None or self.alpha is not alpha:
+            self._beginning = batched.Beginning(self._jumps, torch.from_numpy(alpha.copy()).to(self.device))
+            self.alpha = alpha
+        return self._beginning
+
+    def _learned(self, beginning: batched.Beginning) -> None:
+        """Keep the prior that was learned on the device."""
+        self._beginning, self.alpha = beginning, beginning.alpha_k.cpu().numpy()
+
     def steps(
-        self, corpus: Corpus, runs: Sequence[Run], how: Inference, rate: Rate, first: int, total: float
+        self,
+        corpus: Corpus,
+        runs: Sequence[Run],
+        how: Inference,
+        rate: Rate,
+        first: int,
+        total: float,
+        learn_priors: bool = False,
     ) -> Tally:
-        """`local.run_steps` on the device."""
+        """`local.run_steps` on the device; with ``learn_priors`` the new prior is in `alpha`."""
         tally, rounds_b = Tally(), []
-        resident = self.resident(corpus)
+        resident, beginning = self.resident(corpus), self._begin(how.alpha)
         parts = dict(zip(runs, resident.divide(runs), strict=True))
         self.away = True
         for steps in plan_rounds(runs, rate, first, self.scale):
             for step in steps:
                 part = parts[step.run]
                 given = self._tables(step.before, how.collapsed, 0.0)
-                done = self.made_by.infer(resident, part, given, how, how.noise_at(step.number), self.jump)
+                noise = how.noise_at(step.number)
+                done = self.made_by.infer(resident, part, given, how, noise, beginning)
                 factor = step.weight / step.after * total / part.documents
                 self.made_by.add(self.excess_vw, resident, part, given, done, factor)
                 self.column_w = self._column()
+                if learn_priors:
+                    alpha_k = batched.improved(beginning.alpha_k, done.gammas_bk, step.weight)
+                    beginning = replace(beginning, alpha_k=alpha_k)
                 rounds_b.append(done.rounds_b.sum())
                 tally.documents += part.documents
                 tally.steps += 1
@@ -103,19 +131,30 @@ class DeviceTopics:
                 self.scale, self.column_w = 1.0, self._column()
         tally.iterations = int(torch.stack(rounds_b).sum())
         self._check()
+        if learn_priors:
+            self._learned(beginning)
         return tally
 
-    def batch(self, chunks: Iterator[tuple[Corpus, Sequence[Run]]], how: Inference, step: int) -> Tally:
+    def batch(
+        self,
+        chunks: Iterator[tuple[Corpus, Sequence[Run]]],
+        how: Inference,
+        step: int,
+        learn_priors: bool = False,
+    ) -> Tally:
         """`local.batch_pass` on the device: λ ← prior + the statistics of all documents."""
         fresh_vw, tally, rounds_b = torch.zeros_like(self.excess_vw), Tally(), []
-        given = self._tables(self.scale, how.collapsed, 0.0)
+        given, before = self._tables(self.scale, how.collapsed, 0.0), self._begin(how.alpha)
+        after = before
         for corpus, runs in chunks:
             resident = self.resident(corpus)
             for part in resident.divide(runs):
-                done = self.made_by.infer(
-                    resident, part, given, how, how.noise_at(step + part.first), self.jump
-                )
+                noise = how.noise_at(step + part.first)
+                done = self.made_by.infer(resident, part, given, how, noise, before)
                 self.made_by.add(fresh_vw, resident, part, given, done, 1.0)
+                if learn_priors:
+                    alpha_k = batched.improved(after.alpha_k, done.gammas_bk, BATCH_WEIGHT)
+                    after = replace(after, alpha_k=alpha_k)
                 rounds_b.append(done.rounds_b.sum())
                 tally.documents += part.documents
         if rounds_b:
@@ -123,6 +162,8 @@ class DeviceTopics:
         self.excess_vw, self.scale, self.away = fresh_vw, 1.0, True
         self.column_w = self._column()
         self._check()
+        if learn_priors:
+            self._learned(after)
         return tally
 
     def _tables(self, scale: float, collapsed: bool, eps: float) -> batched.Tables:
@@ -148,9 +189,9 @@ class DeviceTopics:
     def infer(self, corpus: Corpus, how: Inference, eps: float = EPS) -> NDArray[np.float32]:
         """γ of every document, each started at one."""
         gammas = np.empty((len(corpus), self.topics.topics), dtype=np.float32)
-        given = self._tables(self.scale, how.collapsed, eps)
+        given, beginning = self._tables(self.scale, how.collapsed, eps), self._begin(how.alpha)
         for resident, part in self._parts(corpus):
-            done = self.made_by.infer(resident, part, given, how, 0, self.jump)
+            done = self.made_by.infer(resident, part, given, how, 0, beginning)
             gammas[part.first : part.first + part.documents] = done.gammas_bk.cpu().numpy()
         return gammas
 
@@ -163,6 +204,32 @@ class DeviceTopics:
             powers_bw[:, : self.topics.topics] = torch.from_numpy(mine).to(self.device)
             value += float(self.made_by.word_sum(resident, part, given, powers_bw))
         return value
+
+    def document_bound(self, corpus: Corpus, how: Inference, eps: float = EPS) -> float:
+        """`infer` and `bound.document_bound` without a word to the host in between."""
+        given = self._tables(self.scale, how.collapsed, eps)
+        plain = self._tables(self.scale, False, 0.0) if how.collapsed else given
+        beginning = self._begin(how.alpha)
+        value = torch.zeros((), dtype=torch.float64, device=self.device)
+        for resident, part in self._parts(corpus):
+            done = self.made_by.infer(resident, part, given, how, 0, beginning)
+            terms, powers_bw = batched.document_terms(
+                beginning.alpha_k, done.gammas_bk, self.excess_vw.shape[1]
+            )
+            value += terms + self.made_by.word_sum(resident, part, plain, powers_bw)
+        alpha = how.alpha.astype(np.float64)
+        return float(value) + len(corpus) * float(gammaln(alpha.sum()) - np.sum(gammaln(alpha)))
+
+    def topic_bound(self) -> float:
+        """`bound.topic_bound` on the device."""
+        topics, prior = self.topics, self.topics.prior
+        mass = prior * topics.features
+        sums_k = (mass + self.scale * self.column_w[: topics.topics]).clamp(min=1e-3 * mass)
+        value = batched.topic_terms(self.excess_vw, sums_k, prior, self.scale) - torch.lgamma(sums_k).sum()
+        constants = topics.topics * float(gammaln(mass)) - topics.features * topics.topics * float(
+            gammaln(prior)
+        )
+        return float(value) + constants
 
     def _parts(self, corpus: Corpus) -> Iterator[tuple[Resident, Part]]:
         resident = self.resident(corpus)

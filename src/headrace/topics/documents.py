@@ -20,6 +20,11 @@ from headrace.topics.corpus import Corpus, corpus_of
 
 FLOAT64: Any = np.dtype(np.float64)
 
+PAIRS = (
+    "a gensim corpus holds documents of (word number, count) pairs, as gensim's Dictionary.doc2bow makes them; these "
+    "pairs are not two numbers"
+)
+
 CHUNK = 8192
 """Documents held at a time when they come from a file."""
 
@@ -90,22 +95,60 @@ def looks_like_gensim(data: Sequence[Any]) -> bool:
     return first is not None and isinstance(first, (list, tuple)) and isinstance(first[0], tuple)
 
 
-def open_documents(data: Any, features: int | None = None, **options: Any) -> Documents:
+def open_documents(
+    data: Any, features: int | None = None, *, words: Sequence[str] | None = None, **options: Any
+) -> Documents:
     """Documents from anything this module's head names; ``options`` go to the file's reader.
 
-    ``features`` is the number of words where the data itself does not say it.
+    ``features`` is the number of words where the data itself does not say it. ``words`` are those of a fitted model:
+    tokens that are strings are numbered as there, and a file that names other words is refused.
     """
-    if isinstance(data, Documents):
-        return data
     if isinstance(data, (str, Path)):
         from headrace.topics.readers import open_file
 
-        return open_file(Path(data), features, **options)
+        data = open_file(Path(data), features, words=words, **options)
+    if isinstance(data, Documents):
+        check_words(data.vocabulary, words)
+        return data
+    if not hasattr(data, "__iter__"):
+        raise DataError(
+            f"{type(data).__name__} is no collection of documents; give a matrix of counts, a path, a gensim corpus "
+            "or an iterator of matrices"
+        )
+    check_counted(data)
     if hasattr(data, "__next__"):
         return _stream(data)
     if is_matrix(data):
         return Documents.of(corpus_of(data))
     return _gensim(data, features)
+
+
+def check_words(vocabulary: Sequence[str] | None, words: Sequence[str] | None) -> None:
+    """Whether documents over ``vocabulary`` are over the ``words`` of a model, where both are known."""
+    if not vocabulary or not words or len(vocabulary) != len(words):
+        return  # numbers that differ are refused with the numbers
+    other = next(
+        (i for i, pair in enumerate(zip(vocabulary, words, strict=True)) if pair[0] != pair[1]), None
+    )
+    if other is not None:
+        raise DataError(
+            f"word {other} is {vocabulary[other]!r} in these documents and {words[other]!r} in the model; use the "
+            "vocabulary that the model was fitted with"
+        )
+
+
+def check_counted(data: Any) -> None:
+    """Refuse texts and lists of tokens, whose words nobody has counted yet."""
+    if not isinstance(data, (list, tuple)) or not data:
+        return
+    advice, first = "with scikit-learn's CountVectorizer", data[0]
+    if isinstance(first, str):
+        raise DataError(f"the documents are texts; count their words first, {advice}().fit_transform(texts)")
+    if isinstance(first, (list, tuple)) and any(isinstance(token, str) for token in first[:1]):
+        raise DataError(
+            f"the documents are lists of tokens; count them first, {advice}(analyzer=list).fit_transform(documents), "
+            "or give a Parquet or Arrow file of them"
+        )
 
 
 def _stream(matrices: Iterator[Any]) -> Documents:
@@ -133,7 +176,10 @@ def _gensim(documents: Iterable[Any], features: int | None) -> Documents:
     total = len(documents) if isinstance(documents, Sized) else None
     width = features or getattr(documents, "num_terms", None)
     if width is None:
-        width = 1 + max((word for document in documents for word, _ in document), default=-1)
+        try:
+            width = 1 + max((word for document in documents for word, _ in document), default=-1)
+        except (TypeError, ValueError):
+            raise DataError(PAIRS) from None
 
     def chunks() -> Iterator[Corpus]:
         source = iter(documents)
@@ -148,7 +194,12 @@ def corpus_of_pairs(documents: Sequence[Sequence[tuple[int, float]]], features: 
     from scipy.sparse import csr_matrix
 
     pointers = np.concatenate([[0], np.cumsum([len(document) for document in documents])])
-    pairs = np.array([pair for document in documents for pair in document], dtype=np.float64).reshape(-1, 2)
+    try:
+        pairs = np.array([pair for document in documents for pair in document], dtype=np.float64).reshape(
+            -1, 2
+        )
+    except (TypeError, ValueError):
+        raise DataError(PAIRS) from None
     words = pairs[:, 0].astype(np.int64)
     if words.size and (words.min() < 0 or words.max() >= features):
         bad = words.min() if words.min() < 0 else words.max()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from headrace.topics import fused
-from headrace.topics.batched import Inferred, Tables
+from headrace.topics.batched import Beginning, Inferred, Tables
 from headrace.topics.estep import Inference
 from headrace.topics.resident import Part, Resident
 
@@ -40,11 +40,11 @@ def tables(
 
 
 def infer(
-    resident: Resident, part: Part, given: Tables, how: Inference, noise: int, jump: Tensor
+    resident: Resident, part: Part, given: Tables, how: Inference, noise: int, beginning: Beginning
 ) -> Inferred:
     """`batched.infer`: a launch for each class of lengths, and nothing that the host waits for."""
-    device, topics, width = resident.device, len(how.alpha), given.rows_vw.shape[1]
-    alpha_k = torch.from_numpy(how.alpha.copy()).to(device, non_blocking=True)
+    device, alpha_k, width = resident.device, beginning.alpha_k, given.rows_vw.shape[1]
+    topics = len(alpha_k)
     gammas_bk = torch.empty(part.documents, topics, device=device)
     powers_bw = torch.empty(part.documents, width, device=device)
     moved_b = torch.empty(part.documents, device=device)
@@ -59,8 +59,8 @@ def infer(
     if not part.documents:
         return Inferred(gammas_bk, powers_bw, shares_e, rounds_b)
     fused.begin_kernel[(part.documents,)](
-        *documents, part.order, given.rows_vw, floors_v, alpha_k, jump, gammas_bk, powers_bw, moved_b, rounds_b,
-        *numbers, noise, **kind, HAS_NOISE=bool(noise), TILE=tile, CAP=few, num_warps=warps,
+        *documents, part.order, given.rows_vw, floors_v, alpha_k, beginning.jumps, gammas_bk, powers_bw, moved_b,
+        rounds_b, *numbers, noise, **kind, HAS_NOISE=bool(noise), TILE=tile, CAP=few, num_warps=warps,
     )  # fmt: skip
     for block, block_warps, start, stop, single in _classes(part) if few else ():
         fused.few_kernel[(stop - start,)](

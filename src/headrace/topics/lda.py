@@ -7,6 +7,8 @@ as one V × K float32 array; ``components_`` is made from it when asked for, in 
 from __future__ import annotations
 
 import time
+import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 from numbers import Real
 from pathlib import Path
@@ -20,12 +22,12 @@ from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from headrace.errors import DataError, OptionError
-from headrace.topics.bound import split_words, topic_bound
+from headrace.topics.bound import per_word, split_words, topic_bound
 from headrace.topics.corpus import Corpus, corpus_of
-from headrace.topics.documents import Documents, is_matrix, open_documents
+from headrace.topics.documents import Documents, check_counted, is_matrix, open_documents
 from headrace.topics.exports import to_gensim, to_pyldavis, words_of
 from headrace.topics.learner import Learner, warm_up
-from headrace.topics.options import Settings, check_fit, resolve
+from headrace.topics.options import Settings, TopicWarning, check_fit, check_passes, resolve, warn_of_nothing
 from headrace.topics.state import Topics
 
 
@@ -100,6 +102,9 @@ class LatentDirichletAllocation(ClassNamePrefixFeaturesOutMixin, TransformerMixi
         settings = resolve(self.get_params(deep=False))
         documents = self._documents(X, reset=True, whom="fit")
         check_fit(settings.topics, documents.total, documents.features, None)
+        check_passes(documents.once, self.evaluate_every)
+        if documents.in_memory and not any(chunk.counts.any() for chunk in documents):
+            warn_of_nothing()
         self.random_state_ = check_random_state(self.random_state)
         documents, observed, hidden = self._set_aside(documents)
         learner = self._begin(settings, documents)
@@ -134,6 +139,10 @@ class LatentDirichletAllocation(ClassNamePrefixFeaturesOutMixin, TransformerMixi
         first = not self.__sklearn_is_fitted__()
         documents = self._documents(X, reset=first, whom="partial_fit")
         check_fit(settings.topics, None, documents.features, None if first else self._topics.features)
+        if self.cluster is not None:
+            warnings.warn(
+                "partial_fit learns on this machine alone; cluster= is for fit", TopicWarning, stacklevel=2
+            )
         if first:
             self.random_state_ = check_random_state(self.random_state)
             learner = self._begin(settings, documents)
@@ -147,9 +156,7 @@ class LatentDirichletAllocation(ClassNamePrefixFeaturesOutMixin, TransformerMixi
     def _begin(self, settings: Settings, documents: Documents) -> Learner:
         warm_up()
         self._dtype = documents.dtype
-        # scikit-learn's start: γ(100, 1/100) is one, give or take a tenth, so that topics differ.
-        start = self.random_state_.gamma(100.0, 0.01, (settings.topics, documents.features))
-        self._topics = Topics.from_components(start, settings.prior)
+        self._topics = Topics.drawn(self.random_state_, settings.topics, documents.features, settings.prior)
         self.topic_word_prior_ = settings.prior
         self.n_iter_, self.n_batch_iter_ = 0, 1
         self.history_: list[dict[str, float]] = []
@@ -171,7 +178,10 @@ class LatentDirichletAllocation(ClassNamePrefixFeaturesOutMixin, TransformerMixi
         if held_out is None:
             return documents, None, None
         if not isinstance(held_out, Real):
-            held = corpus_of(held_out, "held_out")
+            if is_matrix(held_out):
+                held = corpus_of(held_out, "held_out")
+            else:
+                held = open_documents(held_out, documents.features, words=documents.vocabulary or ()).whole()
             if held.features != documents.features:
                 raise DataError(
                     f"held_out has {held.features} words and the documents {documents.features}; "
@@ -215,12 +225,19 @@ class LatentDirichletAllocation(ClassNamePrefixFeaturesOutMixin, TransformerMixi
 
     def _documents(self, X: Any, *, reset: bool, whom: str) -> Documents:
         if not is_matrix(X):
+            if not reset:
+                return open_documents(X, self._topics.features, words=self._words())
             documents = open_documents(X)
-            if reset:
-                self.n_features_in_ = documents.features
+            self.n_features_in_ = documents.features
             return documents
+        check_counted(X)
         X = validate_data(self, X, reset=reset, accept_sparse="csr", dtype=[np.float64, np.float32])
         return Documents.of(corpus_of(X, f"LatentDirichletAllocation.{whom}"), X.dtype)
+
+    def _words(self) -> Sequence[str]:
+        """The words by number, as far as the model knows them."""
+        names = getattr(self, "feature_names_in_", ()) if self.vocabulary_ is None else self.vocabulary_
+        return tuple(str(name) for name in names)
 
     def _corpus(self, X: Any, whom: str) -> Corpus:
         check_is_fitted(self)
@@ -271,8 +288,7 @@ class LatentDirichletAllocation(ClassNamePrefixFeaturesOutMixin, TransformerMixi
                 )
         ratio = float(self.total_samples) / len(corpus) if sub_sampling else 1.0
         bound = self._learner().bound(corpus, doc_topic_distr) * ratio + topic_bound(self._topics)
-        words = corpus.words * ratio
-        return float(np.exp(-bound / words)) if words else float("nan")
+        return per_word(bound, corpus.words * ratio)
 
     def held_out_perplexity(self, X: Any, seed: int = 0) -> float:
         """Perplexity of one half of every document's words, given its other half; lower is better."""

@@ -14,17 +14,21 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.topics.bound import completion_perplexity, document_bound, topic_bound, word_sum
+from headrace.topics.bound import completion_perplexity, document_bound, per_word, topic_bound, word_sum
 from headrace.topics.compiled import announce
 from headrace.topics.corpus import Corpus
 from headrace.topics.estep import EPS, RUN, Inference, Run, infer_all, runs_of
 from headrace.topics.local import Step, Tally, batch_pass, run_steps
 from headrace.topics.options import Settings
-from headrace.topics.priors import improved
+from headrace.topics.priors import BATCH_WEIGHT, improved
 from headrace.topics.state import Scratch, Topics
 
 if TYPE_CHECKING:
     from headrace.topics.device import DeviceTopics
+
+
+PIECE = 32_768
+"""Documents whose bound is computed together."""
 
 
 class Learner:
@@ -75,7 +79,9 @@ class Learner:
             return Tally()
         first, self.step = self.step, self.step + len(runs)
         if self.there is not None:
-            return self.there.steps(corpus, runs, self.how, self.settings.rate, first, total)
+            learn = self.settings.learn_priors
+            tally = self.there.steps(corpus, runs, self.how, self.settings.rate, first, total, learn)
+            return self._with_prior_of(self.there, tally)
         return run_steps(
             self.topics, corpus, runs, lambda: self.how, self.settings.rate, first, total, self.workers,
             self._observe if self.settings.learn_priors else None,
@@ -85,15 +91,22 @@ class Learner:
         """One pass of batch learning."""
         size = max(self.settings.batch_size, RUN)
         if self.there is not None:
-            done = self.there.batch(((c, runs_of(len(c), 32 * size)) for c in chunks), self.how, self.step)
+            cut = ((c, runs_of(len(c), 32 * size)) for c in chunks)
+            done = self.there.batch(cut, self.how, self.step, self.settings.learn_priors)
             self.step += 1
-            return done
+            return self._with_prior_of(self.there, done)
         done = batch_pass(
             self.topics, ((c, runs_of(len(c), self._share(c, size))) for c in chunks), self.how, self.workers,
             self.step, self._observe_batch if self.settings.learn_priors else None,
         )  # fmt: skip
         self.step += 1
         return done
+
+    def _with_prior_of(self, there: DeviceTopics, tally: Tally) -> Tally:
+        """Take over the prior that the device learned, if it learned one."""
+        if there.alpha is not self.how.alpha:
+            self.how = replace(self.how, alpha=there.alpha)
+        return tally
 
     def _share(self, corpus: Corpus, size: int) -> int:
         """Documents per run: small enough that every worker gets some."""
@@ -104,7 +117,7 @@ class Learner:
         self.how = replace(self.how, alpha=improved(self.how.alpha, gammas, step.weight))
 
     def _observe_batch(self, run: Run, gammas: NDArray[np.float32]) -> None:
-        self.how = replace(self.how, alpha=improved(self.how.alpha, gammas, 0.25))
+        self.how = replace(self.how, alpha=improved(self.how.alpha, gammas, BATCH_WEIGHT))
 
     def infer(self, corpus: Corpus, eps: float = EPS) -> NDArray[np.float32]:
         """γ of every document."""
@@ -114,6 +127,12 @@ class Learner:
 
     def bound(self, corpus: Corpus, gammas: NDArray[Any] | None = None) -> float:
         """The documents' part of the bound."""
+        if gammas is None and self.there is not None:
+            return self.there.document_bound(corpus, self.how)
+        if gammas is None and len(corpus) > PIECE:
+            # γ of some documents at a time: those of all would need more memory than the topics.
+            pieces = runs_of(len(corpus), PIECE)
+            return sum(self.bound(corpus.part(first, last)) for first, last in pieces)
         gammas = self.infer(corpus) if gammas is None else gammas
         return document_bound(gammas, self.how.alpha, partial(self._word_sum, corpus), self.settings.jobs)
 
@@ -124,11 +143,12 @@ class Learner:
 
     def perplexity(self, chunks: Iterable[Corpus]) -> float:
         """exp(−bound per word) of all chunks together, scikit-learn's definition."""
-        value, words = topic_bound(self.topics), 0.0
+        there = self.there
+        value, words = topic_bound(self._topics) if there is None else there.topic_bound(), 0.0
         for corpus in chunks:
             value += self.bound(corpus)
             words += corpus.words
-        return float(np.exp(-value / words)) if words else float("nan")
+        return per_word(value, words)
 
     def completion(self, observed: Corpus, hidden: Corpus) -> float:
         """Held-out perplexity by document completion."""

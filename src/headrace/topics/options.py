@@ -66,10 +66,6 @@ def resolve(options: dict[str, Any]) -> Settings:
             f"evaluate_every is {evaluate_every!r}; it must be a whole number, 0 or less for never"
         )
     device = _device(options["device"])
-    if options["learn_priors"] and device != "cpu":
-        raise OptionError(
-            f"learn_priors works with device='cpu' only, and device is {device!r}; leave one out"
-        )
     return Settings(
         topics=topics,
         method=method,
@@ -145,6 +141,24 @@ def _device(value: Any) -> str:
     if device.split(":")[0] not in ("cpu", "cuda", "torch"):
         raise unknown("device", value, ["cpu", "cuda", "cuda:0", "torch"])
     return device
+
+
+def check_passes(once: bool, evaluate_every: int | None) -> None:
+    """What wants to read documents again, and cannot."""
+    if once and evaluate_every is not None and evaluate_every > 0:
+        raise OptionError(
+            f"evaluate_every is {evaluate_every}, which measures on the documents after a pass, and a stream is gone "
+            "by then; give held_out= documents instead"
+        )
+
+
+def warn_of_nothing() -> None:
+    """What is said when every document is empty."""
+    warnings.warn(
+        "no document holds a word: the topics stay at their prior, and a perplexity per word is not a number",
+        TopicWarning,
+        stacklevel=3,
+    )
 
 
 def check_fit(topics: int, documents: int | None, features: int, known: int | None) -> None:

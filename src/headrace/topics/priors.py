@@ -15,6 +15,8 @@ from scipy.special import psi
 
 LEAST = 1e-4
 """No topic's prior falls below this: at zero it could never return."""
+BATCH_WEIGHT = 0.25
+"""The weight of each run of documents in batch learning, whose steps have none of their own (a guess)."""
 
 
 def improved(alpha: NDArray[np.float32], gammas: NDArray[np.float32], weight: float) -> NDArray[np.float32]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import gzip
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -31,8 +31,10 @@ LINES = 200_000
 """Lines of a coordinate file parsed at a time."""
 
 
-def open_file(path: Path, features: int | None, **options: Any) -> Documents:
-    """The documents of a file, by its name."""
+def open_file(
+    path: Path, features: int | None, *, words: Sequence[str] | None = None, **options: Any
+) -> Documents:
+    """The documents of a file, by its name; ``words`` number tokens that are strings."""
     if not path.exists():
         raise DataError(f"there is no file {path}")
     name = path.name.removesuffix(".gz").lower()
@@ -48,6 +50,8 @@ def open_file(path: Path, features: int | None, **options: Any) -> Documents:
             f"{path.name}: unknown kind of file; known are docword*.txt (UCI), .libsvm, .parquet, .arrow, "
             ".feather, .mtx and .npz"
         )
+    if reader is tokens:
+        options["words"] = words
     try:
         return reader(path, features, **options)
     except TypeError as error:
@@ -67,8 +71,8 @@ def docword(path: Path, features: int | None = None, vocabulary: Any = None) -> 
         if beside.exists() and beside.name != path.name:
             vocabulary = beside.read_text(encoding="utf-8").split()
     return Documents(
-        lambda: _coordinates(path, 3, features or words, total),
-        features or words,
+        lambda: _coordinates(path, 3, words, total),
+        words,
         total,
         None if vocabulary is None else tuple(vocabulary),
     )
@@ -85,7 +89,9 @@ def matrix_market(path: Path, features: int | None = None) -> Documents:
         else:
             raise DataError(f"{path.name}: no line with the numbers of rows, columns and entries was found")
     total, words, _ = (int(float(part)) for part in line.split())
-    return Documents(lambda: _coordinates(path, header, features or words, total), features or words, total)
+    # gensim counts words up to the last one used: the same collection's other half may name fewer.
+    width = max(words, features or 0)
+    return Documents(lambda: _coordinates(path, header, width, total), width, total)
 
 
 def _whole_number(path: Path, line: str, number: int) -> int:
@@ -182,12 +188,17 @@ def scipy_npz(path: Path, features: int | None = None) -> Documents:
 
 
 def tokens(
-    path: Path, features: int | None = None, column: str | None = None, vocabulary: Any = None
+    path: Path,
+    features: int | None = None,
+    column: str | None = None,
+    vocabulary: Any = None,
+    words: Sequence[str] | None = None,
 ) -> Documents:
     """A Parquet, Arrow or Feather file with one list of tokens per row.
 
     Tokens are numbers from 0, or strings; without ``vocabulary`` a first pass collects the strings in order
-    of appearance. ``column`` may be left out when only one column holds lists.
+    of appearance, unless a fitted model says which ``words`` it knows. ``column`` may be left out when only one
+    column holds lists.
     """
     try:
         import pyarrow as pa
@@ -213,16 +224,24 @@ def tokens(
             if batch.num_rows:
                 yield batch.column(0)
 
+    if strings and vocabulary is None and words is not None:
+        if not words:
+            raise DataError(
+                f"{path.name} holds tokens that are strings, and the model does not know its words; give them: "
+                "open_documents(path, vocabulary=...)"
+            )
+        vocabulary = words
     if strings and vocabulary is None:
         seen: dict[str, int] = {}
         for batch in batches():
             for token in batch.flatten().unique().to_pylist():
                 seen.setdefault(token, len(seen))
         vocabulary = tuple(seen)
-    known = pa.array(vocabulary) if strings else None
-    width = features or (
-        len(vocabulary) if strings else 1 + max((_largest(b) for b in batches()), default=-1)
-    )
+    known = pa.array(list(vocabulary)) if strings else None
+    if strings:
+        width = len(vocabulary)
+    else:
+        width = features or 1 + max((_largest(b) for b in batches()), default=-1)
     return Documents(
         lambda: (_count_tokens(batch, known, width, path.name) for batch in batches()),
         width,

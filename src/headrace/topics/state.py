@@ -30,6 +30,10 @@ def padded(count: int) -> int:
     return (count + LANES - 1) // LANES * LANES
 
 
+def _blocks(topics: int) -> list[tuple[int, int]]:
+    return [(first, min(first + LANES, topics)) for first in range(0, topics, LANES)]
+
+
 def aligned(shape: tuple[int, ...], dtype: Any = np.float32) -> NDArray[Any]:
     """Zeros that start on a cache line: a vector load that crosses two lines costs two."""
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
@@ -56,7 +60,19 @@ class Topics:
         """From λ as scikit-learn keeps it, K × V."""
         topics, features = components.shape
         excess = aligned((features, padded(topics)))
-        excess[:, :topics] = (components - prior).T
+        for first, last in _blocks(topics):
+            excess[:, first:last] = (components[first:last] - prior).T
+        made = cls(excess, topics, prior)
+        made.recount()
+        return made
+
+    @classmethod
+    def drawn(cls, draws: Any, topics: int, features: int, prior: float) -> Topics:
+        """scikit-learn's start: γ(100, 1/100) is one, give or take a tenth, so that topics differ."""
+        excess = aligned((features, padded(topics)))
+        # Some topics at a time: the same draws, and no second table of the size of the topics.
+        for first, last in _blocks(topics):
+            excess[:, first:last] = (draws.gamma(100.0, 0.01, (last - first, features)) - prior).T
         made = cls(excess, topics, prior)
         made.recount()
         return made

@@ -80,3 +80,27 @@ def test_auto_runs_what_it_chose_and_says_why() -> None:
     assert result.losses[-1] < 0.6
     assert verdicts[0].seconds < 1.5  # 3 % of 10 s, and what stopping each turn takes on a loaded machine
     assert any(verdicts[0].chosen in note for note in observer.notes)
+
+
+def test_a_way_that_is_no_run_of_workers_is_weighed_like_the_others() -> None:
+    torch.manual_seed(0)
+    module, columns = nn.Linear(6, 3), data()
+    turns: list[int] = []
+
+    def solves(trained: nn.Module, seconds: float, turn: int) -> tuple[int, float]:
+        turns.append(turn)
+        with torch.no_grad():
+            for _ in range(100):
+                loss = F.cross_entropy(trained(columns["x"]), columns["y"])
+                with torch.enable_grad():
+                    loss = F.cross_entropy(trained(columns["x"]), columns["y"])
+                    gradients = torch.autograd.grad(loss, list(trained.parameters()))
+                for parameter, gradient in zip(trained.parameters(), gradients, strict=True):
+                    parameter -= gradient
+        return 100, 1e-3
+
+    slow = HogbatchOptions(optimiser=OptimiserSpec(lr=1e-6))
+    verdict = run_trial(module, columns, F.cross_entropy, {"slow": slow}, 0.2, {"by hand": (solves, slow)})
+    assert verdict.chosen == "by hand"
+    assert turns == [0, 1]
+    assert verdict.rows_per_s > 0

@@ -167,12 +167,20 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def core_for(options: HogbatchOptions, number: int) -> int | None:
-    """Which core worker ``number`` is kept on, if any."""
+def cores_for(options: HogbatchOptions, number: int) -> frozenset[int] | None:
+    """Which cores worker ``number`` is kept on, if any: a CPU worker on one, device workers on what is left.
+
+    A device's feeding thread and the thread that merges for it need a core each now and then; on one core they
+    would wait for each other, on a CPU worker's for its steps.
+    """
     allowed = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_setaffinity") else []
     wanted = options.workers < len(allowed) if options.pin == "auto" else bool(options.pin)
+    if not wanted or not allowed:
+        return None
     # From the highest core down: the coordinator and the system's interrupts prefer the lowest.
-    return allowed[-1 - number % len(allowed)] if wanted and allowed else None
+    if number < options.cpu:
+        return frozenset({allowed[-1 - number % len(allowed)]})
+    return frozenset(allowed[: len(allowed) - options.cpu]) or None
 
 
 def describe(options: HogbatchOptions) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from headrace.engine.chain import Chain
 from headrace.engine.hogbatch import merging
 from headrace.engine.hogbatch.coordinator import Coordinator, Done, Grant, Instruction, Lost, Replace, Rules
 from headrace.engine.hogbatch.observer import HogbatchResult, Observer, live_row, summarise
-from headrace.engine.hogbatch.options import HogbatchOptions, check_machine, check_module, core_for
+from headrace.engine.hogbatch.options import HogbatchOptions, check_machine, check_module, cores_for
 from headrace.engine.hogbatch.rows import to_parts
 from headrace.engine.hogbatch.runner import Work
 from headrace.engine.hogbatch.shared import BEAT, GRANT, MERGES, ROWS, UPDATES, Board, SharedTensors
@@ -208,7 +208,7 @@ class Run:
             merge_every=self.merge_every,
             staleness_bound=self.options.staleness_bound,
             fused=self.compiled,
-            core=core_for(self.options, number),
+            cores=cores_for(self.options, number),
             seed=self.options.seed * 1009 + number,
         )
         self.workers[name] = self._make(name, work, life)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,6 +34,9 @@ MARGIN = 1.05
 """By what factor several workers must beat one to be chosen: the noise of a trial of a second."""
 
 SAMPLE_ROWS = 2048
+
+Train = Callable[[nn.Module, float, int], tuple[int, float]]
+"""``(module, seconds, seed)`` → rows used and seconds taken."""
 TURNS = 2
 
 
@@ -53,8 +57,12 @@ class Verdict:
 def candidates(options: HogbatchOptions, n_cores: int, n_cuda: int) -> dict[str, HogbatchOptions]:
     """Configurations worth measuring on a machine with so many cores and devices, the simplest first."""
 
+    compiled = (
+        True if options.compiled == "auto" else options.compiled
+    )  # one worker as fast as each of several
+
     def with_(**changes: Any) -> HogbatchOptions:
-        return dataclasses.replace(options, **changes)
+        return dataclasses.replace(options, compiled=compiled, **changes)
 
     found = {"one CPU worker": with_(cpu=1, cuda=0, standin=0, algorithm="hogwild")}
     if n_cores > 1:
@@ -93,38 +101,66 @@ def run_trial(
     loss: Callable[..., Tensor],
     choices: dict[str, HogbatchOptions],
     budget_s: float,
+    others: dict[str, tuple[Train, HogbatchOptions]] | None = None,
 ) -> Verdict:
-    """Measure each choice and decide. The module is left as it was."""
+    """Measure each choice and decide. The module is left as it was.
+
+    ``others`` are ways to train that are no runs of workers, each with the options that stand for it.
+    """
+    others = others or {}
+    began = time.monotonic()
     count = columns["x"].shape[0]
     picked = torch.randperm(count, generator=torch.Generator().manual_seed(0))[:SAMPLE_ROWS]
     x, y = (next(Rows(to_parts(columns), name).batches(picked, SAMPLE_ROWS)) for name in ("x", "y"))
-    turn_s = budget_s / TURNS / len(choices)
+    stand_for = {**{name: options for name, (_, options) in others.items()}, **choices}
+    turn_s = budget_s / TURNS / len(stand_for)
     before = _loss_of(module, x, y, loss)
-    fall, spent, used = dict.fromkeys(choices, 0.0), dict.fromkeys(choices, 0.0), dict.fromkeys(choices, 0)
+    fall, spent, used = (
+        dict.fromkeys(stand_for, 0.0),
+        dict.fromkeys(stand_for, 0.0),
+        dict.fromkeys(stand_for, 0),
+    )
     for turn in range(TURNS):
-        for name, options in choices.items():
+        for name, options in stand_for.items():
             trained = copy.deepcopy(module)
-            short = dataclasses.replace(
-                options,
-                epochs=1_000_000,
-                seconds=turn_s,
-                seed=turn,
-                updates=None,
-                grant_s=min(options.grant_s, turn_s / 5),
-            )
             try:
-                result = run_hogbatch(trained, columns, loss, short)
+                rows, seconds = _take_turn(trained, columns, loss, options, others.get(name), turn_s, turn)
             except DivergenceError:
                 fall[name], spent[name] = float("-inf"), max(spent[name], turn_s)
                 continue
             after = _loss_of(trained, x, y, loss)
             fall[name] += before - after if math.isfinite(after) else float("-inf")
-            spent[name] += result.seconds
-            used[name] += result.rows
-    scores = {name: fall[name] / spent[name] for name in choices}
-    simple = {name for name, options in choices.items() if options.workers == 1}
-    chosen, reason = decide(scores, simple or set(choices))
-    return Verdict(chosen, choices[chosen], scores, used[chosen] / spent[chosen], sum(spent.values()), reason)
+            spent[name] += seconds
+            used[name] += rows
+    scores = {name: fall[name] / spent[name] for name in stand_for}
+    simple = {name for name, options in stand_for.items() if options.workers == 1}
+    chosen, reason = decide(scores, simple or set(stand_for))
+    rate, took = used[chosen] / spent[chosen], time.monotonic() - began
+    return Verdict(chosen, stand_for[chosen], scores, rate, took, reason)
+
+
+def _take_turn(
+    module: nn.Module,
+    columns: dict[str, Tensor],
+    loss: Callable[..., Tensor],
+    options: HogbatchOptions,
+    other: tuple[Train, HogbatchOptions] | None,
+    turn_s: float,
+    turn: int,
+) -> tuple[int, float]:
+    """Train a copy for a turn; rows used and seconds."""
+    if other is not None:
+        return other[0](module, turn_s, turn)
+    short = dataclasses.replace(
+        options,
+        epochs=1_000_000,
+        seconds=turn_s,
+        seed=turn,
+        updates=None,
+        grant_s=min(options.grant_s, turn_s / 5),
+    )
+    result = run_hogbatch(module, columns, loss, short)
+    return result.rows, result.seconds
 
 
 def _loss_of(module: nn.Module, x: Tensor, y: Tensor, loss: Callable[..., Tensor]) -> float:
@@ -168,6 +204,7 @@ class _Watching(Observer):
         self.shifted = False
         self.span, self.note = inner.span, inner.note  # type: ignore[method-assign]
         self.epoch_ended = inner.epoch_ended  # type: ignore[method-assign]
+        self.resumable = inner.resumable  # type: ignore[method-assign]
 
     def metrics(self, row: dict[str, Any]) -> None:
         self._inner.metrics(row)
@@ -188,23 +225,32 @@ def run_auto(
     expected_s: float | None = None,
     order: Callable[[int], Tensor] | None = None,
     trials: int = 3,
+    first: Verdict | None = None,
+    resume: dict[str, Any] | None = None,
 ) -> tuple[HogbatchResult, list[Verdict]]:
     """`run_hogbatch` with the workers that a trial chooses, made again when the throughput shifts.
 
     A trial takes 3 % of ``expected_s``, the run's expected time, and at most 5 s. The result is that of
-    the last part of the run; `state` and parameters carry over from part to part.
+    the last part of the run; `state` and parameters carry over from part to part. ``first`` is the verdict
+    of a trial that was made already; the trials to come weigh several workers against one.
     """
     observer = observer or Observer()
     verdicts: list[Verdict] = []
-    state: dict[str, Any] | None = None
+    state, left_s = resume, options.seconds
     while True:
         budget_s = min(5.0, 0.03 * expected_s if expected_s is not None else 5.0)
-        choices = candidates(options, cores(), torch.cuda.device_count() if torch.cuda.is_available() else 0)
-        verdicts.append(run_trial(module, columns, loss, choices, budget_s))
-        observer.note(f"workers: {verdicts[-1].reason}")
+        if first is not None and not verdicts:
+            verdicts.append(first)
+        else:
+            choices = candidates(
+                options, cores(), torch.cuda.device_count() if torch.cuda.is_available() else 0
+            )
+            verdicts.append(run_trial(module, columns, loss, choices, budget_s))
+            observer.note(f"workers: {verdicts[-1].reason}")
         watching = _Watching(observer, Watch(verdicts[-1].rows_per_s))
-        chosen = verdicts[-1].options
+        chosen = dataclasses.replace(verdicts[-1].options, seconds=left_s)
         result = run_hogbatch(module, columns, loss, chosen, watching, order=order, resume=state)
         if not watching.shifted or len(verdicts) >= trials or result.epochs >= options.epochs:
             return result, verdicts
+        left_s = max(1e-3, left_s - result.seconds) if left_s is not None else None
         state = result.state

@@ -32,7 +32,7 @@ class Work:
     staleness_bound: int | None
     fused: bool
     """Whether a chain's steps go through compiled loops where they can."""
-    core: int | None
+    cores: frozenset[int] | None
     seed: int
 
 

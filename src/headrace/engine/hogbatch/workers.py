@@ -236,11 +236,11 @@ def live_in_process(bare: Work, parcel: bytes, life: int, token: int, pipe: Any)
 
 
 def settle(work: Work) -> None:
-    """One intra-op thread, and a core of its own where asked."""
+    """One intra-op thread, and cores of its own where asked."""
     torch.set_num_threads(1)
-    if work.core is not None:
+    if work.cores is not None:
         with contextlib.suppress(OSError):
-            os.sched_setaffinity(0, {work.core})
+            os.sched_setaffinity(0, work.cores)
 
 
 def _new_token(work: Work) -> int:
