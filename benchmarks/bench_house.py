@@ -17,7 +17,8 @@ with the same weights, batch size, step size and number of updates; the losses t
 since a faster loop that learns less would win nothing. Times begin after the first third of the updates.
 
 Measured on a virtual machine with two cores of an AMD Zen 5 with AVX-512, shared with other work; Python 3.11.7,
-torch 2.13.0+cpu; usual loop / fit, so above 1 `fit` is faster. One core: processor time under a load of 6 to 11, 3 rounds.
+torch 2.13.0+cpu; usual loop / fit, so above 1 `fit` is faster. One core: processor time under a load of 6 to
+11, 3 rounds.
 
     batch                1      16      64     256    1024
     network, 1 core   2.24    1.77    2.01    2.08    2.11

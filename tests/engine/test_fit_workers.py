@@ -6,6 +6,7 @@ import itertools
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -107,3 +108,15 @@ def test_seconds_are_those_of_the_wall_clock(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(Records, "seconds", property(lambda _: 0.05 * next(ticks)))
     run = hr.fit(network(), data(), lr=0.1, seconds=1.0, workers={"cpu": 1}, validation=0.25, **QUIET)
     assert run.stopped_by == "1 s are over"
+
+
+def test_sparse_rows_stay_sparse() -> None:
+    from scipy.sparse import random as sparse_random
+
+    x = sparse_random(500, 80, 0.1, format="csr", dtype=np.float32, random_state=0)
+    y = (x @ np.random.default_rng(0).standard_normal(80) > 0).astype(np.int64)
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(80, 16), nn.ReLU(), nn.Linear(16, 2))
+    run = hr.fit(module, (x, y), lr=0.5, epochs=8, batch_size=8, workers={"cpu": 2}, **QUIET)
+    assert "features that occur" in str(run.plan)
+    assert run.epochs[-1]["loss"] < 0.6 * run.epochs[0]["loss"]

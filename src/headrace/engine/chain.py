@@ -145,6 +145,11 @@ class Chain:
         self.steps = self._steps()[0] if self._compiled else None
         return self
 
+    @property
+    def first_weight(self) -> str:
+        """The name of the first layer's weights."""
+        return self._linears[0].weight
+
     def fits_compiled(self) -> tuple[bool, str]:
         """Whether `fuse` would compile whole steps, and a sentence about it."""
         steps, why = self._steps()

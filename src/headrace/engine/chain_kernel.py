@@ -389,16 +389,60 @@ def _loss(kind: Any, z: Any, classes: Any, y: Any, order: Any, at: Any, rows: An
 
 
 @_compiled
+def _forward_sparse(
+    layer: Any, crow: Any, col: Any, x: Any, order: Any, at: Any, rows: Any, pad: Any, scratch: Any
+) -> None:
+    """The first layer from rows of a CSR matrix: only the weights of features that occur are read."""
+    c, w, out = layer[OUT], layer[WEIGHT], layer[GIVEN]
+    for i in range(pad):
+        for k in range(c):
+            put_number(scratch, k, number_at(layer[BIAS], k))
+        if i < rows:
+            row = _row(order, at + i)
+            for entry in range(whole_at(crow, row), whole_at(crow, row + 1)):
+                v, line = number_at(x, entry), w + whole_at(col, entry) * c * 4
+                for k in range(c):
+                    put_number(scratch, k, number_at(scratch, k) + v * number_at(line, k))
+        for k in range(c):
+            put_number(out, k * pad + i, number_at(scratch, k))
+
+
+@_compiled
+def _update_sparse(
+    layer: Any, crow: Any, col: Any, x: Any, order: Any, at: Any, rows: Any, pad: Any, scratch: Any
+) -> None:
+    """The first layer's update: only the weights of features that occur are written."""
+    c, w, delta = layer[OUT], layer[WEIGHT], layer[DELTA]
+    for i in range(rows):
+        row = _row(order, at + i)
+        for k in range(c):
+            put_number(scratch, k, number_at(delta, k * pad + i))
+            if layer[TRAINED] != 0:
+                put_number(layer[BIAS], k, number_at(layer[BIAS], k) + number_at(scratch, k))
+        for entry in range(whole_at(crow, row), whole_at(crow, row + 1)):
+            v, line = number_at(x, entry), w + whole_at(col, entry) * c * 4
+            for k in range(c):
+                put_number(line, k, number_at(line, k) + v * number_at(scratch, k))
+
+
+@_compiled
 def step(
-    layers: Any, slopes: Any, kind: Any, scratch: Any,
+    layers: Any, slopes: Any, kind: Any, scratch: Any, crow: Any, col: Any,
     x: Any, y: Any, order: Any, at: Any, rows: Any, lr: Any, keep: Any,
 ) -> Any:  # fmt: skip
-    """One step on rows ``at`` to ``at + rows`` of the order (0: of the data); returns the mean loss before it."""
+    """One step on rows ``at`` to ``at + rows`` of the order (0: of the data); returns the mean loss before it.
+
+    ``crow`` and ``col`` are 0 for dense rows. For CSR rows ``x`` holds their values, the first layer's weights lie
+    feature by feature (``[d, c]``), and ``keep`` must be 1.
+    """
     pad = 1 if rows == 1 else (rows + 15) // 16 * 16
     last = len(layers) - 1
-    _gather(layers[0], x, order, at, rows, pad)
+    if crow == 0:
+        _gather(layers[0], x, order, at, rows, pad)
     for n in range(last + 1):
-        if pad == 1:
+        if n == 0 and crow != 0:
+            _forward_sparse(layers[0], crow, col, x, order, at, rows, pad, scratch)
+        elif pad == 1:
             _forward_one(layers[n])
         else:
             if n > 0:
@@ -414,7 +458,9 @@ def step(
                 layers[n, ACTIVATION], slopes[n], layers[n, DELTA], layers[n, GIVEN], layers[n, OUT] * pad
             )
         below = layers[n - 1, DELTA] if n > 0 else 0
-        if pad == 1:
+        if n == 0 and crow != 0:
+            _update_sparse(layers[0], crow, col, x, order, at, rows, pad, scratch)
+        elif pad == 1:
             _backward_one(layers[n], below, keep, scratch)
         else:
             _backward(layers[n], below, rows, pad, keep, scratch)

@@ -37,11 +37,14 @@ class Steps:
         self._linears = linears
         self._parameters = dict(parameters)
         self.loss = loss
+        self.sparse = by_feature(parameters[linears[0].weight])
+        """Whether the first layer takes CSR rows: its weights lie feature by feature."""
         self.slopes = np.array([slope for _, slope in activations], np.float32)
         self.layers = np.zeros((len(linears), kernel.LAYER_COLUMNS), np.int64)
         self._memory: list[NDArray[np.float32]] = []
         self._capacity = 0
-        self.scratch = self._room(max(SCRATCH, *(op.features_in for op in linears)))
+        sizes = [size for op in linears for size in (op.features_in, op.features_out)]
+        self.scratch = self._room(max(SCRATCH, *sizes))
         self._fixed = list(self._memory)
         zeros = self._room(max(op.features_out for op in linears))
         for row, op, (kind, _) in zip(self.layers, linears, activations, strict=True):
@@ -66,7 +69,7 @@ class Steps:
         if loss not in kinds:
             return None, f"not compiled: {loss.name} is none of cross_entropy, mse and bce"
         if not trained or not all(
-            t.device.type == "cpu" and t.dtype == torch.float32 and t.is_contiguous()
+            t.device.type == "cpu" and t.dtype == torch.float32 and (t.is_contiguous() or by_feature(t))
             for t in parameters.values()
         ):
             return None, "not compiled: this takes trained float32 parameters in contiguous CPU memory"
@@ -75,18 +78,33 @@ class Steps:
         except ImportError:
             return None, "not compiled: numba is not installed (pip install headrace[topics])"
         linears, activations = found
+        if any(by_feature(parameters[op.weight]) for op in linears[1:]):
+            return None, "not compiled: only the first layer's weights may lie feature by feature"
         return cls(chain_kernel, linears, activations, kinds[loss], parameters), "compiled steps"
 
     def takes(self, x: Tensor, y: Tensor) -> bool:
         """Whether columns (or batches) can be read as they lie."""
         plain = x.layout == y.layout == torch.strided and x.is_contiguous() and y.is_contiguous()
-        if not plain or x.dtype != torch.float32 or x.device.type != "cpu" or len(x) != len(y) or not len(x):
+        if (
+            self.sparse
+            or not plain
+            or x.dtype != torch.float32
+            or x.device.type != "cpu"
+            or len(x) != len(y)
+            or not len(x)
+        ):
             return False
-        if x.numel() // len(x) != self._linears[0].features_in:
-            return False
+        return x.numel() // len(x) == self._linears[0].features_in and self._takes_target(y)
+
+    def takes_csr(self, values: Tensor, width: int, y: Tensor) -> bool:
+        """Whether a CSR column's parts, and this target, can be read as they lie."""
+        fits = values.dtype == torch.float32 and values.is_contiguous() and y.is_contiguous()
+        return self.sparse and fits and width == self._linears[0].features_in and self._takes_target(y)
+
+    def _takes_target(self, y: Tensor) -> bool:
         if self.loss == 0:
             return y.dtype == torch.int64 and y.dim() == 1
-        return y.dtype == torch.float32 and y.shape == (len(x), self._linears[-1].features_out)
+        return y.dtype == torch.float32 and y.shape == (len(y), self._linears[-1].features_out)
 
     def reserve(self, batch: int) -> None:
         """Make room for batches of so many rows."""
@@ -94,9 +112,12 @@ class Steps:
             return
         self._capacity, self._memory = batch, list(self._fixed)
         k, pad, layers = self.kernel, -(-batch // 16) * 16, self.layers
-        layers[0, k.TAKEN] = self._room(self._linears[0].features_in * pad)
+        first = 1 if self.sparse else 0  # CSR rows are never made dense
+        if not self.sparse:
+            layers[0, k.TAKEN] = self._room(self._linears[0].features_in * pad)
         for n, op in enumerate(self._linears):
-            layers[n, k.PANELS] = self._room(-(-op.features_in // k.PANEL) * k.PANEL * pad)
+            if n >= first:
+                layers[n, k.PANELS] = self._room(-(-op.features_in // k.PANEL) * k.PANEL * pad)
             layers[n, k.GIVEN] = layers[n, k.DELTA] = self._room(op.features_out * pad)
             if n + 1 < len(layers):
                 layers[n + 1, k.TAKEN] = layers[n, k.GIVEN]
@@ -110,7 +131,7 @@ class Steps:
             self.slopes,
             self.loss,
             self.scratch,
-            *(x.data_ptr(), y.data_ptr(), 0, 0, len(x)),
+            *(0, 0, x.data_ptr(), y.data_ptr(), 0, 0, len(x)),
             *(float(lr), np.float32(keep)),
         )
         return None if self.loss == 0 and loss == -1.0 else torch.tensor(loss, dtype=torch.float32)
@@ -120,6 +141,11 @@ class Steps:
         memory = np.zeros(numbers + 32, np.float32)
         self._memory.append(memory)
         return memory.ctypes.data + (-memory.ctypes.data) % 64
+
+
+def by_feature(weight: Tensor) -> bool:
+    """Whether a matrix of weights lies in memory input by input instead of output by output."""
+    return weight.dim() == 2 and weight.t().is_contiguous() and not weight.is_contiguous()
 
 
 def _layers(ops: Sequence[Operation]) -> tuple[list[Linear], list[tuple[int, float]]] | None:

@@ -98,7 +98,6 @@ def check_fits(options: FitOptions, task: TorchTask, source: Source) -> None:
         "transform=": options.transform is not None,
         "deterministic=True": options.deterministic,
         "a learned order": not isinstance(options.order, str) or options.order == "balanced",
-        "sparse columns": any(column.sparse for column in source.columns),
         "more than one input column": len(task.prepare.inputs) != 1,
     }
     for name, asked in refused.items():
@@ -107,8 +106,15 @@ def check_fits(options: FitOptions, task: TorchTask, source: Source) -> None:
 
 
 def worker_columns(task: TorchTask, source: Source) -> dict[str, Tensor]:
-    """The columns as workers take them."""
-    inputs, target = task.prepare(load(source, torch.device("cpu")))
+    """The columns as workers take them; CSR stays CSR."""
+    columns, prepare = load(source, torch.device("cpu")), task.prepare
+    x = columns[prepare.inputs[0]]
+    if x.layout == torch.sparse_csr:
+        return {
+            "x": x.to(prepare.floating),
+            "y": columns[prepare.target].to(prepare.target_type).contiguous(),
+        }
+    inputs, target = prepare(columns)
     return {"x": inputs[0].contiguous(), "y": target.contiguous()}
 
 
@@ -202,6 +208,7 @@ class Watcher(Observer):
         self.best = Best()
         self.why: str | None = None
         self.passes = 0
+        self._notes = 0
         self._began_s = crew.records.seconds
         self._next_save_s = self._began_s + crew.options.checkpoint_s
 
@@ -209,6 +216,8 @@ class Watcher(Observer):
         crew = self.crew
         if row["kind"] == "epoch":
             self._epoch_row = row
+            return
+        if row["loss"] != row["loss"]:  # NaN: nothing was reported yet
             return
         row = {**row, "seconds": crew.records.seconds, "step": row["updates"], "epoch": self.passes}
         crew.records.metrics(row)
@@ -236,7 +245,9 @@ class Watcher(Observer):
 
     def note(self, sentence: str) -> None:
         self.crew.records.instant("workers", sentence)
-        self.crew.say("workers_note", sentence, "from the workers")
+        self._notes += 1
+        number = f"_{self._notes}" if self._notes > 1 else ""
+        self.crew.say(f"workers_note{number}", sentence, "from the workers")
 
     def stopping(self) -> bool:
         limit, passed = self.crew.rules.seconds, self.crew.records.seconds

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import warnings
 
 import pytest
 import torch
@@ -180,3 +181,32 @@ def test_merging_is_measured_only_in_long_runs_and_takes_the_fewest_local_steps(
     assert expected_s(HogbatchOptions(cpu=2, epochs=10**6, seconds=30), 10_000, 60_000) == 30
     assert by_rule(options) == (1, None)
     assert by_rule(HogbatchOptions(cpu=8))[0] > 1
+
+
+@pytest.mark.parametrize("batch", [1, 7, 32])
+@pytest.mark.parametrize("processes", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_csr_rows_touch_what_they_hold_and_train_as_dense_ones(batch: int, processes: bool) -> None:
+    columns = data(300, 70, 3, "cross_entropy", 1)
+    columns["x"] *= torch.rand(300, 70, generator=torch.Generator().manual_seed(2)) < 0.05
+    columns["x"][17] = 0  # a row without entries
+    columns["x"][:, 33] = 0  # a feature that never occurs
+    ends = []
+    for layout in ("dense", "csr"):
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(70, 21), nn.ReLU(), nn.Linear(21, 3))
+        before = module[0].weight[:, 33].detach().clone()
+        given = dict(columns)
+        if layout == "csr":
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch calls its CSR support a beta
+                given["x"] = given["x"].to_sparse_csr()
+        options = HogbatchOptions(
+            batch_size=batch, epochs=2, compiled=True, processes=processes, optimiser=OptimiserSpec(lr=0.1)
+        )
+        result = run_hogbatch(module, given, F.cross_entropy, options)
+        assert result.rows == 600
+        assert any("features that occur" in note for note in result.notes) == (layout == "csr")
+        assert torch.equal(module[0].weight[:, 33], before)
+        assert module[0].weight.is_contiguous()
+        ends.append(module)
+    assert worst(ends[0], ends[1]) < 1e-5

@@ -174,8 +174,25 @@ def test_csr_rows_train_as_dense_ones(processes: bool) -> None:
     result = run_hogbatch(sparse, columns, F.cross_entropy, options(processes=processes))
     assert same(dense, sparse)
     assert result.rows == 2000
-    with pytest.raises(DataError, match="to_dense"):
-        run_hogbatch(sparse, columns, F.cross_entropy, options(standin=1))
+
+
+@pytest.mark.parametrize("cpu", [0, 2])
+def test_a_device_takes_csr_rows_too(cpu: int) -> None:
+    columns = data()
+    columns["x"] *= torch.rand(1000, 6, generator=torch.Generator().manual_seed(1)) < 0.7
+    chosen = options(
+        cpu=cpu, standin=1, device_batch_size=16, algorithm="hogbatch" if cpu else "minibatch", epochs=4
+    )
+    dense, sparse = mlp(), mlp()
+    run_hogbatch(dense, columns, F.cross_entropy, chosen)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls its CSR support a beta
+        columns["x"] = columns["x"].to_sparse_csr()
+    result = run_hogbatch(sparse, columns, F.cross_entropy, chosen)
+    assert result.rows == 4000
+    assert result.losses[-1] < 0.8 * result.losses[0]
+    if not cpu:  # when an exchange comes back decides about roundings
+        torch.testing.assert_close(dense.state_dict(), sparse.state_dict(), rtol=1e-3, atol=1e-4)
 
 
 def test_compiled_loops_learn_with_several_workers() -> None:
@@ -347,3 +364,47 @@ def test_batch_norm_and_too_many_workers_are_noted() -> None:
     assert any("GroupNorm" in note for note in observer.notes)
     assert any("share" in note and "cores" in note for note in result.notes)
     assert int(module[1].num_batches_tracked) > 0
+
+
+class Lookup(nn.Module):
+    """A table of words, of which each row of data names a few."""
+
+    def __init__(self, sparse: bool = False) -> None:
+        super().__init__()
+        self.table = nn.EmbeddingBag(50, 8, sparse=sparse)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.table(x))
+
+
+def test_embeddings_update_the_rows_that_were_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = set()
+    step = torch.optim.SGD.step
+
+    def spy(self: torch.optim.SGD, *args: Any) -> Any:
+        kinds.update(bool(p.grad.is_sparse) for p in self.param_groups[0]["params"] if p.shape == (50, 8))
+        return step(self, *args)
+
+    monkeypatch.setattr(torch.optim.SGD, "step", spy)
+    g = torch.Generator().manual_seed(0)
+    x = torch.randint(0, 40, (600, 4), generator=g)
+    columns = {"x": x, "y": x[:, 0] % 3}
+    ends = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        module = Lookup()
+        chosen = options(compiled=compiled, processes=False, optimiser=OptimiserSpec(lr=0.5), epochs=3)
+        result = run_hogbatch(module, columns, F.cross_entropy, chosen)
+        ends.append(module)
+        assert kinds == {compiled}
+        kinds.clear()
+    torch.testing.assert_close(ends[0].state_dict(), ends[1].state_dict())
+    assert not ends[1].table.sparse  # the caller's module is as it was
+    two = options(cpu=2, processes=False, optimiser=OptimiserSpec(lr=0.5), epochs=20)
+    result = run_hogbatch(Lookup(), columns, F.cross_entropy, two)
+    assert kinds == {True}
+    assert result.losses[-1] < 0.8 * result.losses[0]
+    with pytest.raises(WorkerError, match="plain SGD only"):
+        spec = OptimiserSpec(name="adam", lr=0.01)
+        run_hogbatch(Lookup(sparse=True), columns, F.cross_entropy, options(optimiser=spec))

@@ -10,6 +10,7 @@ from torch import Tensor
 from headrace.engine.chain_steps import Steps
 from headrace.engine.hogbatch.coordinator import Grant
 from headrace.engine.hogbatch.replica import Replica
+from headrace.engine.hogbatch.rows import Rows
 from headrace.engine.hogbatch.steppers import SAMPLE_EVERY, ChainStepper
 from headrace.engine.hogbatch.work import Work
 
@@ -29,7 +30,10 @@ class CompiledGrants:
 
         self._kernel: Any = grant_kernel
         self._work, self._stepper, self._steps = work, stepper, steps
-        self._x, self._y = columns["x"], columns["y"]
+        self._columns, self._y = columns, columns["y"]
+        names = ("x.crow", "x.col", "x.values") if steps.sparse else ("x",)
+        places = [columns[name].data_ptr() for name in names]
+        self._x = places if steps.sparse else [0, 0, *places]
         self._pairs = replica.addresses() if replica is not None else np.zeros((0, 4), np.int64)
         self._canary = work.canary.views()["merges"].reshape(1).numpy()
         self._bound = -1 if work.staleness_bound is None else work.staleness_bound
@@ -45,9 +49,14 @@ class CompiledGrants:
     ) -> CompiledGrants | None:
         """None where steps or columns are not the kernel's."""
         steps = stepper.steps
-        if steps is None or "x" not in columns or "y" not in columns:
+        if steps is None or "y" not in columns:
             return None
-        if not steps.takes(columns["x"], columns["y"]):
+        if "x" in columns:
+            fits = steps.takes(columns["x"], columns["y"])
+        else:
+            width = int(columns["x.width"])
+            fits = steps.takes_csr(columns["x.values"], width, columns["y"]) and not stepper.decay
+        if not fits:
             return None
         found = cls(work, stepper, steps, replica, columns)
         found._order = order
@@ -62,7 +71,8 @@ class CompiledGrants:
         done, loss, bad = self._train(grant.start, grant.stop, grant.batch, lr, token)
         if bad:  # the same batch once more, through torch, which says what is wrong with the label
             rows = self._order[grant.start + done : min(grant.stop, grant.start + done + grant.batch)]
-            self._stepper.step(self._x[rows], self._y[rows], lr)
+            x = next(Rows(self._columns, "x").batches(rows, len(rows)))
+            self._stepper.step(x, self._y[rows], lr)
         return done, loss
 
     def _train(self, start: int, stop: int, batch: int, lr: float, token: int) -> tuple[int, float, bool]:
@@ -72,7 +82,7 @@ class CompiledGrants:
             steps.slopes,
             steps.loss,
             steps.scratch,
-            *(self._x.data_ptr(), self._y.data_ptr(), self._order.data_ptr()),
+            *(*self._x, self._y.data_ptr(), self._order.data_ptr()),
             *(start, stop, batch),
             *(float(lr), np.float32(1.0 - lr * self._stepper.decay)),
             *(self._pairs, self._canary, work.board.cells, work.number, token),

@@ -18,7 +18,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -26,8 +26,9 @@ from torch import Tensor
 from headrace.engine.hogbatch.coordinator import Grant
 from headrace.engine.hogbatch.links import CudaLink, HostLink, Link
 from headrace.engine.hogbatch.options import HogbatchOptions
+from headrace.engine.hogbatch.rows import Rows
 from headrace.engine.hogbatch.runner import Report, Work
-from headrace.engine.hogbatch.shared import BEAT, BUSY_NS, CANCEL, GRANT, MERGES, ROWS, UPDATES
+from headrace.engine.hogbatch.shared import BEAT, BUSY_NS, CANCEL, GRANT, MERGES, ROWS, UPDATES, flat
 from headrace.engine.hogbatch.steppers import make_stepper
 from headrace.engine.hogbatch.workers import Inbox, ThreadWorker
 
@@ -124,7 +125,8 @@ def _flat(shared: dict[str, Tensor], device: torch.device) -> tuple[dict[str, Te
     ]
     found = {}
     for (name, tensor), part in zip(shared.items(), _parts(shared, wholes), strict=True):
-        found[name] = part.view(tensor.shape)
+        # Weights under CSR rows lie column by column, here as there.
+        found[name] = part.view(tensor.shape) if tensor.is_contiguous() else part.view(tensor.shape[::-1]).t()
         found[name].copy_(tensor)
     return found, wholes
 
@@ -150,7 +152,7 @@ def _pieces(shared: dict[str, Tensor], host: list[Tensor]) -> list[tuple[Tensor,
     """The shared parameters and the host's copies of them, cut into pieces."""
     pieces = []
     for tensor, part in zip(shared.values(), _parts(shared, host), strict=True):
-        pieces += list(zip(tensor.view(-1).split(PIECE), part.split(PIECE), strict=True))
+        pieces += list(zip(flat(tensor).split(PIECE), part.split(PIECE), strict=True))
     return pieces
 
 
@@ -165,7 +167,9 @@ class DeviceRunner:
         self._exchange = Exchange(work.parameters.views(), work.canary.views()["merges"], link)
         size = sum(column.numel() * column.element_size() for column in columns.values())
         stays = link.fits(size)
-        self._columns = [c.to(link.device) if stays else c for c in (columns["x"], columns["y"])]
+        self._columns = {name: c.to(link.device) if stays else c for name, c in columns.items()}
+        # CSR rows become dense batch by batch where they lie, on the device if there is room for them.
+        self._sparse = Rows(self._columns, "x") if "x" not in columns else None
         with link.working():
             buffers = {name: b.to(link.device) for name, b in work.buffers.views().items()}
             self._stepper = make_stepper(
@@ -184,8 +188,7 @@ class DeviceRunner:
         cells[GRANT] = grant.number
         with self._link.working():
             self._loss.zero_()
-            x, y = self._gather(grant)
-            for xb, yb in zip(x.split(grant.batch), y.split(grant.batch), strict=True):
+            for xb, yb in self._batches(grant):
                 if cells[CANCEL] != token:
                     break
                 self._step(xb, yb, lr, full=len(xb) == grant.batch)
@@ -239,19 +242,23 @@ class DeviceRunner:
         self._exchange.push()
         self._cells[MERGES] += 1
 
-    def _gather(self, grant: Grant) -> tuple[Tensor, Tensor]:
-        """The grant's rows on the device: gathered there when the columns are there, else sent pinned."""
+    def _batches(self, grant: Grant) -> Iterator[tuple[Tensor, Tensor]]:
+        """The grant's batches on the device."""
         rows = self._order[grant.start : grant.stop]
-        if self._columns[0].device == self._link.device:
-            rows = rows.to(self._link.device)
-            x, y = (column.index_select(0, rows) for column in self._columns)
-            return x, y
-        sent = []
-        for column in self._columns:
-            staged = self._link.on_host(column[:1].expand(grant.rows, *column.shape[1:]))
-            torch.index_select(column, 0, rows, out=staged)
-            sent.append(staged.to(self._link.device, non_blocking=True))
-        return sent[0], sent[1]
+        y = self._gather(self._columns["y"], rows).split(grant.batch)
+        if self._sparse is None:
+            return zip(self._gather(self._columns["x"], rows).split(grant.batch), y, strict=True)
+        where = self._columns["x.values"].device
+        dense = self._sparse.batches(rows.to(where), grant.batch)
+        return zip((x.to(self._link.device) for x in dense), y, strict=True)
+
+    def _gather(self, column: Tensor, rows: Tensor) -> Tensor:
+        """Rows on the device: gathered there when the column is there, else sent pinned."""
+        if column.device == self._link.device:
+            return column.index_select(0, rows.to(self._link.device))
+        staged = self._link.on_host(column[:1].expand(len(rows), *column.shape[1:]))
+        torch.index_select(column, 0, rows, out=staged)
+        return staged.to(self._link.device, non_blocking=True)
 
     def _step(self, x: Tensor, y: Tensor, lr: float, full: bool) -> None:
         if self._link.device.type == "cpu" or not full:

@@ -68,8 +68,8 @@ def _merged(pairs: Any, canary: Any, cells: Any, me: Any, seen: Any, done: Any) 
 
 @_compiled
 def train(
-    layers: Any, slopes: Any, kind: Any, scratch: Any, x: Any, y: Any, order: Any, start: Any, stop: Any,
-    batch: Any, lr: Any, keep: Any, pairs: Any, canary: Any, cells: Any, me: Any, token: Any,
+    layers: Any, slopes: Any, kind: Any, scratch: Any, crow: Any, col: Any, x: Any, y: Any, order: Any,
+    start: Any, stop: Any, batch: Any, lr: Any, keep: Any, pairs: Any, canary: Any, cells: Any, me: Any, token: Any,
     merge_every: Any, bound: Any, sample_every: Any,
 ) -> Any:  # fmt: skip
     """Steps over rows ``start`` to ``stop`` of the order, until done or the board names another token.
@@ -84,7 +84,7 @@ def train(
         if fresh(address(cells), me * width + CANCEL) != token:
             break
         rows = min(batch, stop - at)
-        loss = step(layers, slopes, kind, scratch, x, y, order, at, rows, lr, keep)
+        loss = step(layers, slopes, kind, scratch, crow, col, x, y, order, at, rows, lr, keep)
         if kind == CROSS_ENTROPY and loss == -1.0:
             bad = True
             break

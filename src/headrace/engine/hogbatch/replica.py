@@ -16,6 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headrace.engine.hogbatch.shared import flat
+
 PIECE = 1 << 16
 """Elements merged at a time: three pieces of float32 stay in a core's second cache."""
 
@@ -24,9 +26,9 @@ class Replica:
     """Local parameters, and what the shared ones were when last seen."""
 
     def __init__(self, shared: dict[str, Tensor], canary: Tensor) -> None:
-        self._shared = [tensor.view(-1) for tensor in shared.values()]
+        self._shared = [flat(tensor) for tensor in shared.values()]
         self.parameters = {name: tensor.clone() for name, tensor in shared.items()}
-        self._local = [tensor.view(-1) for tensor in self.parameters.values()]
+        self._local = [flat(tensor) for tensor in self.parameters.values()]
         self._snapshot = [tensor.clone() for tensor in self._local]
         self._canary = canary
         self.merges = 0

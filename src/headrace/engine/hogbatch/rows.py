@@ -1,8 +1,8 @@
 """Rows of a column by number, dense or CSR, as dense batches in memory that is kept.
 
-A CSR column travels as three plain tensors, so that it can lie in shared memory; its rows become dense batch by
-batch. The products that follow are dense too: fine up to some thousands of features, wasteful far above, where
-only the touched columns of the first layer should be read and updated.
+A CSR column travels as three plain tensors, so that it can lie in shared memory. Compiled steps read it as it is
+(`compiled`); for all others its rows become dense batch by batch here, which is fine up to some thousands of
+features and wasteful far above.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def to_parts(columns: dict[str, Tensor]) -> dict[str, Tensor]:
     for name, column in columns.items():
         if column.layout == torch.sparse_csr:
             width = torch.tensor(column.shape[1])
-            held = (column.crow_indices(), column.col_indices(), column.values(), width)
+            held = (column.crow_indices().long(), column.col_indices().long(), column.values(), width)
             parts.update({name + suffix: tensor for suffix, tensor in zip(CSR, held, strict=True)})
         else:
             parts[name] = column
@@ -55,8 +55,8 @@ class Rows:
         starts = self._crow[rows]
         counts = self._crow[rows + 1] - starts
         ends = counts.cumsum(0)
-        at = torch.repeat_interleave(torch.arange(len(rows)), counts)
-        within = torch.arange(len(at)) - (ends - counts)[at]
+        at = torch.repeat_interleave(torch.arange(len(rows), device=rows.device), counts)
+        within = torch.arange(len(at), device=rows.device) - (ends - counts)[at]
         places = starts[at] + within
         # Entries of one row that name a column twice add up, as everywhere else.
         out.view(-1).index_add_(0, at * self._width + self._col[places], self._values[places])

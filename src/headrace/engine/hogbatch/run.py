@@ -88,7 +88,7 @@ class Run:
         observer: Observer,
         order: Callable[[int], Tensor] | None,
     ) -> None:
-        rows = check_columns(columns, options.devices)
+        rows = check_columns(columns)
         self.module, self.loss, self.options, self.observer = module, loss, options, observer
         self.notes = check_machine(options) + check_module(module, options)
         plans = options.plans(rows)
@@ -141,6 +141,8 @@ class Run:
             return int(options.merge_every)
         numbers = sum(p.numel() for p in self.module.parameters())
         threads = options.cpu > 1 and not self.processes and self.chain is not None and self.compiled
+        if columns["x"].layout == torch.sparse_csr:
+            return 1  # workers touch few lines in common, and a merge would touch them all
         steps, why = merging.by_rule(options)
         if (
             threads
@@ -153,11 +155,24 @@ class Run:
             self.notes.append(why)
         return steps
 
+    def _lying_by_feature(self, x: Tensor) -> frozenset[str]:
+        """The first layer's weights, when compiled steps take the rows of a CSR column as they are."""
+        plain = self.options.optimiser.plain and not self.options.optimiser.weight_decay
+        if x.layout != torch.sparse_csr or self.chain is None or not (self.compiled and plain):
+            return frozenset()
+        fits, _ = self.chain.fits_compiled()
+        if fits:
+            self.notes.append(
+                "steps touch only the first layer's weights of features that occur in their rows"
+            )
+        return frozenset({self.chain.first_weight}) if fits else frozenset()
+
     def _share(self, columns: dict[str, Tensor], rows: int) -> None:
         """Move parameters, buffers and, for processes, the data into shared memory."""
         self._own = {name: p.data for name, p in self.module.named_parameters()}
         self._own_buffers = {name: b.data for name, b in self.module.named_buffers()}
-        self.parameters, self.buffers = SharedTensors(self._own), SharedTensors(self._own_buffers)
+        self.parameters = SharedTensors(self._own, self._lying_by_feature(columns["x"]))
+        self.buffers = SharedTensors(self._own_buffers)
         self.canary = SharedTensors({"merges": torch.zeros((), dtype=torch.float64)})
         for group, tensors in (
             (self.parameters, self.module.named_parameters()),
@@ -429,7 +444,12 @@ class Run:
     def _row(self) -> dict[str, Any]:
         row = live_row(self.coordinator, self.board, self.rows_of, self._seconds(), self.coordinator.epoch)
         row["updates"] += self._resumed_from
-        row["loss"] = self._epoch_loss / max(1, self._epoch_rows)
+        if self._epoch_rows:
+            row["loss"] = self._epoch_loss / self._epoch_rows
+        elif self.losses:  # nothing of this epoch was reported yet
+            row["loss"] = self.losses[-1]
+        else:
+            row["loss"] = math.nan
         return row
 
     def _result(self) -> HogbatchResult:
@@ -451,7 +471,7 @@ class Run:
         )
 
 
-def check_columns(columns: dict[str, Tensor], devices: int) -> int:
+def check_columns(columns: dict[str, Tensor]) -> int:
     """The number of rows; an error that says what is wrong otherwise."""
     if set(columns) != {"x", "y"}:
         raise DataError(f"workers take the columns x and y, and got {', '.join(sorted(columns)) or 'none'}")
@@ -463,10 +483,6 @@ def check_columns(columns: dict[str, Tensor], devices: int) -> int:
         if column.device.type != "cpu" or column.layout not in layouts:
             raise DataError(
                 f"{name} is {column.layout} on {column.device}; give dense or CSR tensors in CPU memory"
-            )
-        if devices and column.layout != torch.strided:
-            raise DataError(
-                f"{name} is {column.layout}; device workers take dense tensors: use {name}.to_dense()"
             )
     return rows["x"]
 

@@ -46,7 +46,14 @@ class Runner:
         if work.merge_every > 1:
             self._replica = Replica(shared, work.canary.views()["merges"])
             parameters = self._replica.parameters
-        self._stepper = make_stepper(work.module, work.loss, work.optimiser, parameters, work.buffers.views())
+        self._stepper = make_stepper(
+            work.module,
+            work.loss,
+            work.optimiser,
+            parameters,
+            work.buffers.views(),
+            sparse_rows=work.fused,
+        )
         self._compiled: CompiledGrants | None = None
         if work.fused and isinstance(self._stepper, ChainStepper):
             self._stepper.fuse()

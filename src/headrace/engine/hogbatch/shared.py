@@ -68,9 +68,14 @@ def _reopen(size: int, duplicate: Any) -> SharedBlock:
 
 
 class SharedTensors:
-    """Named tensors in one block, each at the start of a cache line."""
+    """Named tensors in one block, each at the start of a cache line.
 
-    def __init__(self, like: dict[str, Tensor]) -> None:
+    ``by_feature`` names matrices that are to lie column by column: the first layer's weights under CSR rows, of
+    which a row touches a few columns.
+    """
+
+    def __init__(self, like: dict[str, Tensor], by_feature: frozenset[str] = frozenset()) -> None:
+        self.by_feature = by_feature
         self.layout: dict[str, tuple[torch.dtype, tuple[int, ...], int]] = {}
         offset = 0
         for name, tensor in like.items():
@@ -84,7 +89,17 @@ class SharedTensors:
 
     def views(self) -> dict[str, Tensor]:
         """New tensors over the shared memory, by name."""
-        return {name: self.block.tensor(*entry) for name, entry in self.layout.items()}
+        return {name: self._view(name, *entry) for name, entry in self.layout.items()}
+
+    def _view(self, name: str, dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> Tensor:
+        if name in self.by_feature:
+            return self.block.tensor(dtype, shape[::-1], offset).t()
+        return self.block.tensor(dtype, shape, offset)
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """A tensor's numbers in the order in which they lie, without a copy."""
+    return tensor.view(-1) if tensor.is_contiguous() else tensor.t().view(-1)
 
 
 BUCKETS = 24

@@ -51,7 +51,7 @@ class OptimiserSpec:
     def plain(self) -> bool:
         return self.name == "sgd" and not self.momentum and self.clip_norm is None
 
-    def build(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    def build(self, parameters: list[nn.Parameter], fused: bool = True) -> torch.optim.Optimizer:
         if self.name == "sgd":
             return torch.optim.SGD(
                 parameters,
@@ -59,7 +59,7 @@ class OptimiserSpec:
                 self.momentum,
                 weight_decay=self.weight_decay,
                 nesterov=self.nesterov,
-                fused=True,
+                fused=fused,
             )
         kind = torch.optim.Adam if self.name == "adam" else torch.optim.AdamW
         captured = parameters[0].is_cuda  # the step count must then be a tensor on the device
@@ -106,6 +106,7 @@ class OptimiserStepper:
         spec: OptimiserSpec,
         parameters: dict[str, Tensor],
         buffers: dict[str, Tensor],
+        sparse_rows: bool = False,
     ) -> None:
         device = next(iter(parameters.values())).device
         self._module = copy.deepcopy(module).to(device)
@@ -123,7 +124,8 @@ class OptimiserStepper:
             self._grads = {name: torch.zeros_like(p) for name, p in own.items() if p.requires_grad}
             for name, grad in self._grads.items():
                 own[name].grad = grad
-        self._optimiser = spec.build(self._trained)
+        self._sparse = chain is None and use_sparse_rows(self._module, spec, switch=sparse_rows)
+        self._optimiser = spec.build(self._trained, fused=not self._sparse)
         self._lr = spec.lr
 
     def step(self, x: Tensor, y: Tensor, lr: float) -> Tensor:
@@ -134,7 +136,7 @@ class OptimiserStepper:
         if self._chain is not None:
             loss = self._chain.gradient(x, y, self._grads)
         else:
-            self._optimiser.zero_grad(set_to_none=False)
+            self._optimiser.zero_grad(set_to_none=self._sparse)
             loss = self._loss(self._module(x), y)
             loss.backward()
             loss = loss.detach()
@@ -154,9 +156,32 @@ def make_stepper(
     parameters: dict[str, Tensor],
     buffers: dict[str, Tensor],
     use_chain: bool = True,
+    sparse_rows: bool = False,
 ) -> Stepper:
-    """The fastest stepper that can do it."""
+    """The fastest stepper that can do it. ``sparse_rows``: updates of embeddings may touch looked-up rows alone."""
     chain = Chain.of(module, loss)[0] if use_chain else None
     if chain is not None and spec.plain:
         return ChainStepper(chain, spec, parameters)
-    return OptimiserStepper(module, loss, chain, spec, parameters, buffers)
+    return OptimiserStepper(module, loss, chain, spec, parameters, buffers, sparse_rows)
+
+
+def use_sparse_rows(module: nn.Module, spec: OptimiserSpec, *, switch: bool) -> bool:
+    """Whether some embedding's gradient holds its looked-up rows only; ``switch`` makes it so where it can be.
+
+    A dense gradient would make every update write the whole table, rows that nobody looked up included, and undo
+    what others add meanwhile.
+    """
+    tables: list[nn.Embedding | nn.EmbeddingBag] = [
+        part for part in module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag)
+    ]
+    plain = spec.plain and not spec.weight_decay
+    for table in tables:
+        if switch and plain and not table.scale_grad_by_freq and getattr(table, "mode", "") != "max":
+            table.sparse = True
+    sparse = [table for table in tables if table.sparse]
+    if sparse and not plain:
+        raise OptionError(
+            f"{type(sparse[0]).__name__}(sparse=True) goes with plain SGD only: no momentum, weight decay or clipping, "
+            "no Adam; use sparse=False with these"
+        )
+    return bool(sparse)
