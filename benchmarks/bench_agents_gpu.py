@@ -1,10 +1,10 @@
 """How much faster is the captured update than the eager one, on rollouts of recorded shapes?
 
-The learner alone: no environment and no gymnasium. Rollouts of Atari's shape (4, 84, 84), NatureCNN, five steps of
-16, 64 and 256 environments, filled with random pixels; eager against ``compiled=True``, one CUDA graph on a device
-and `torch.compile` on a CPU.
+The learner alone: no environment and no gymnasium. Rollouts of five steps with CartPole's shape (4 numbers) and with
+Atari's (4, 84, 84), filled with random numbers; eager against ``compiled=True``: one CUDA graph on a device, and
+`torch.compile` on a CPU. A part that fails prints its traceback, and the next one runs.
 
-    python benchmarks/bench_agents_gpu.py [cuda|cpu]
+    python benchmarks/bench_agents_gpu.py [cuda|cpu] [--quick]      # --quick: about 15 s on a device
 
 Not run on a device yet.
 """
@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import sys
 import time
+import traceback
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,30 +25,39 @@ from headrace.agents.spaces import Actions, Leaf, Observations
 from headrace.agents.torch_learner import TorchLearner
 
 STEPS = 5
+PARTS: tuple[tuple[str, int, dict[str, Any]], ...] = (
+    ("nature", 16, {"policy": "cnn"}),
+    ("nature, bf16", 16, {"policy": "cnn", "precision": "bfloat16"}),
+    ("small", 16, {"policy": "cnn", "cnn": "small"}),
+    ("lstm", 16, {"policy": "lstm"}),
+    ("mlp", 16, {"policy": "mlp"}),
+    ("nature", 64, {"policy": "cnn"}),
+    ("nature", 256, {"policy": "cnn"}),
+)
 
 
-def learner(n: int, device: str, compiled: bool) -> TorchLearner:
-    config = Config(
-        n_steps=STEPS, n_envs=n, policy="cnn", device=device, compiled=compiled, entropy_coef=0.01
-    )
-    observations = Observations((Leaf("", "image", (4, 84, 84), "uint8"),))
-    made = TorchLearner(config, observations, Actions(6), n, "rmsprop")
+def learner(n: int, device: str, compiled: bool, **options: Any) -> TorchLearner:
+    config = Config(n_steps=STEPS, n_envs=n, device=device, compiled=compiled, entropy_coef=0.01, **options)
+    image = config.policy == "cnn"
+    leaf = Leaf("", "image", (4, 84, 84), "uint8") if image else Leaf("", "vector", (4,), "float32")
+    made = TorchLearner(config, Observations((leaf,)), Actions(6), n, "rmsprop")
     made.start([0])
     generator = torch.Generator().manual_seed(0)
     for tensor in made.obs.values():
-        tensor.copy_(torch.randint(0, 256, tensor.shape, generator=generator, dtype=torch.uint8))
+        filled = torch.randint(0, 256, tensor.shape, generator=generator)
+        tensor.copy_(filled if image else filled / 256)
     made.raw.copy_(torch.randint(0, 6, made.raw.shape, generator=generator))
     return made
 
 
 def update_s(made: TorchLearner, n: int, repeats: int) -> float:
-    """Seconds of one update, after two that do not count."""
+    """Seconds of one update, after five that do not count."""
     rng = np.random.default_rng(0)
     parts = [rng.normal(size=(STEPS, n)).astype(np.float32) for _ in range(2)]
     batch = Batch(parts[0], parts[1], np.full((STEPS, n), 1.0 / (STEPS * n), np.float32))
     start = 0.0
-    for i in range(repeats + 2):
-        if i == 2:
+    for i in range(repeats + 5):
+        if i == 5:
             _wait(made)
             start = time.perf_counter()
         made.learn(batch, 1e-4, report=False)
@@ -59,10 +70,26 @@ def _wait(made: TorchLearner) -> None:
         torch.cuda.synchronize()
 
 
+def main(device: str, quick: bool) -> None:
+    repeats = (50 if quick else 500) if device == "cuda" else 5
+    name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
+    print(
+        f"{'network':14} {'envs':>5} {'eager ms':>10} {'captured ms':>12} {'ratio':>7}   {name}", flush=True
+    )
+    for network, n, options in PARTS:
+        try:
+            eager, captured = (
+                min(update_s(made, n, repeats) for _ in range(2)) * 1e3
+                for made in (learner(n, device, compiled, **options) for compiled in (False, True))
+            )
+        except Exception:
+            traceback.print_exc()
+            sys.stderr.flush()
+            continue
+        print(f"{network:14} {n:5} {eager:10.3f} {captured:12.3f} {eager / captured:6.1f}x", flush=True)
+
+
 if __name__ == "__main__":
-    device = sys.argv[1] if len(sys.argv) > 1 else "cuda" if torch.cuda.is_available() else "cpu"
-    repeats = 200 if device == "cuda" else 5
-    print(f"{'environments':>12} {'eager ms':>10} {'captured ms':>12} {'ratio':>7}   {device}")
-    for n in (16, 64, 256):
-        times = [update_s(learner(n, device, compiled), n, repeats) * 1e3 for compiled in (False, True)]
-        print(f"{n:12} {times[0]:10.2f} {times[1]:12.2f} {times[0] / times[1]:6.1f}x", flush=True)
+    torch.set_num_threads(1)
+    named = [argument for argument in sys.argv[1:] if not argument.startswith("-")]
+    main(named[0] if named else "cuda" if torch.cuda.is_available() else "cpu", "--quick" in sys.argv)

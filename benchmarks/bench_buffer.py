@@ -59,6 +59,7 @@ BATCH = 256
 PART = 64 << 20
 ROW = 3072
 BUFFER = "256MiB"
+WARM_S = 1.0
 DEVICE = {"name": "cpu"}
 
 
@@ -261,23 +262,31 @@ NEEDS = {
 }
 
 
-def cpu() -> float:
-    """CPU seconds of this process and its ended children."""
-    own, children = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
-    return own.ru_utime + own.ru_stime + children.ru_utime + children.ru_stime
+def cpu(who: int = resource.RUSAGE_SELF) -> float:
+    """CPU seconds of this process, or of its ended children."""
+    used = resource.getrusage(who)
+    return used.ru_utime + used.ru_stime
 
 
 def measure(side: Callable[[Path], Iterator[object]], folder: Path, seconds: float) -> tuple[float, float]:
-    """Samples per second and CPU microseconds per sample, opening and closing included."""
-    batches = side(folder)
-    before, began, count = cpu(), time.perf_counter(), 0
+    """Samples per second and CPU microseconds per sample once a second has passed: opening, drawing the order and
+    filling the first buffers belong to no side's steady rate. What workers used, who are processes, is known only
+    when they have ended, so they are counted from their start, with all their samples."""
+    batches, children = side(folder), cpu(resource.RUSAGE_CHILDREN)
+    opened, count, early, began, before = time.perf_counter(), 0, 0, 0.0, 0.0
     for batch in batches:
+        if not began:
+            early += len(batch[0])  # type: ignore[index]
+            if time.perf_counter() - opened > WARM_S:
+                began, before = time.perf_counter(), cpu()
+            continue
         count += len(batch[0])  # type: ignore[index]
         if time.perf_counter() - began > seconds:
             break
-    passed = time.perf_counter() - began
+    passed, used = time.perf_counter() - began, cpu() - before
     batches.close()  # type: ignore[attr-defined]
-    return count / passed, (cpu() - before) / count * 1e6
+    apart = cpu(resource.RUSAGE_CHILDREN) - children
+    return count / passed, (used / max(count, 1) + apart / max(count + early, 1)) * 1e6
 
 
 def measure_apart(name: str, folder: Path, options: argparse.Namespace) -> tuple[float, float]:

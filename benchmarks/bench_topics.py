@@ -22,8 +22,9 @@ KOS, K=100   27,653      1,578 (17.5 x)      1,668 (16.6 x)        +1.6 % / +1.9
 PNAS, K=100  8,226       815 (10.1 x)        746 (11.0 x)          -0.0 % / -0.2 % (one round)
 ===========  ==========  ==================  ====================  =====================================
 
-Seeds differ by 1.5 to 2.5 %. Over more seeds: AP, K=50, eight each, 2916 ± 20 against scikit-learn's 2940 ± 24;
-KOS, K=100, 1765 ± 4.5 (24 seeds) against 1752 ± 7 (8 seeds).
+One seed says nothing about 1 %: seeds differ by 1.5 to 3 %. Means and errors of 40 seeds of headrace against 20 of
+scikit-learn, same documents: AP, K=50, 2958 ± 14 against 2955 ± 16 (+0.1 %); AP, K=100, 2827 ± 10 against 2819 ± 14
+(+0.3 %); KOS, K=50, 1793 ± 5 against 1807 ± 7 (-0.8 %); KOS, K=100, 1766 ± 4 against 1765 ± 7 (+0.0 %).
 
 Where the time goes (AP, K=100, topics learned, microseconds per document): iterations 15, copying and turning
 the rows of a document 4, rows of a mini-batch (exp ψ) 6.5, statistics 3.5, numbering words 0.7. A full iteration

@@ -105,6 +105,22 @@ def test_returns_are_the_environment_s_own_when_rewards_are_normalised_and_clipp
     assert agent.metrics_[-1]["best_return"] % 1000.0 == 0.0
 
 
+def test_a_small_network_learns_with_one_thread_and_gives_the_others_back() -> None:
+    import torch
+
+    before, seen = torch.get_num_threads(), []
+    torch.set_num_threads(3)
+    try:
+        agent = hr.ActorCritic(Match, n_envs=4)
+        agent.learn(steps=400, callback=lambda row: seen.append(torch.get_num_threads()))
+        assert set(seen) == {1} and torch.get_num_threads() == 3
+        agent = hr.ActorCritic(Match, n_envs=4, policy="lstm", lstm_size=4)
+        agent.learn(steps=40, callback=lambda row: seen.append(torch.get_num_threads()))
+        assert seen[-1] == 3
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_learning_stops_at_a_target_return() -> None:
     agent = hr.ActorCritic(Match, n_envs=4, lr=0.01, hidden=(16,)).learn(steps=100_000, target_return=9.0)
     assert agent.stopped_ is not None and "mean return" in agent.stopped_

@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, Sampler, TensorDataset
 
 from headrace import BalancedSampler
 from headrace.errors import DataError, ModelError, OptionError, UsageError
-from headrace.order.learner import KINDS
+from headrace.order.options import KINDS
 from headrace.order.plain import PLAIN
 from headrace.order.sketch import join
 

@@ -10,6 +10,7 @@ import pytest
 from headrace.errors import OptionError
 from headrace.papers import PaperOptions, run_paper
 from headrace.papers.bmgd import Cycle, predicted_ratio, simulate_ratio
+from headrace.papers.bmgd_images import ROUNDS, SCHEDULES, Clock, Schedule, Training, arrays, jpegs
 
 
 def test_the_limits_of_the_theory() -> None:
@@ -27,12 +28,66 @@ def test_simulation_meets_the_prediction(rounds: int) -> None:
     assert ratio > 1 + 5 * error
 
 
+def test_the_clock_of_buffers_against_a_hand_count() -> None:
+    """Loads of 3 s and training of 1, 1, 5 and 1 s: the fourth buffer's load begins when the second is used up."""
+    both, none = Clock(3.0, overlap=True), Clock(3.0, overlap=False)
+    starts: list[list[float]] = [[], []]
+    for busy in (1.0, 1.0, 5.0, 1.0):
+        for clock, found in zip((both, none), starts, strict=True):
+            clock.take()
+            found.append(clock.start_s)
+            clock.used(busy)
+    assert starts[0] == [3, 6, 9, 14]
+    assert starts[1] == [3, 7, 11, 19]
+    assert (both.end_s, none.end_s) == (15, 20)
+
+
+def test_schedules_make_equal_steps() -> None:
+    assert {sum(loads * rounds for loads, rounds in s.stages) for s in SCHEDULES} == {ROUNDS}
+
+
 def test_the_page_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HEADRACE_DATA", raising=False)
+    # The JPEGs' test below is another; twenty rounds of all schedules on both take too long here.
+    monkeypatch.setattr(
+        "headrace.papers.bmgd_images.data_sets",
+        lambda folder: iter(
+            [
+                ("digits", lambda: arrays(folder, "MNIST", "mnist.npz")),
+                ("CIFAR-10", lambda: arrays(folder, "CIFAR-10", "cifar10.npz")),
+            ]
+        ),
+    )
     page = run_paper("bmgd", PaperOptions(out=tmp_path, seconds=1, seeds=1, only=("images",)))
-    assert "Images: equal steps, fewer loads" in page.read_text(encoding="utf-8")
-    runs = json.loads((tmp_path / "bmgd.json").read_text(encoding="utf-8"))["images"]["runs"]
-    assert {run["loads"] * run["rounds"] for run in runs} == {8}
-    assert all(run["points"][-1]["accuracy"] > 0.8 for run in runs)
+    text = page.read_text(encoding="utf-8")
+    assert "Images: equal steps, fewer loads" in text
+    assert "CIFAR-10 is left out: cifar10.npz is needed" in text
+    found = json.loads((tmp_path / "bmgd.json").read_text(encoding="utf-8"))["images"]["sets"][0]
+    ends = {run["schedule"]: run["points"][-1] for run in found["runs"]}
+    assert len({end["step"] for end in ends.values()}) == 1
+    assert all(end["accuracy"] > 0.8 for end in ends.values())
+    # Seven buffers, a load of four rounds: five rounds hide it, two and one do not, and plain descent adds it.
+    units = {name: end["seconds"] / found["round_s"] for name, end in ends.items()}
+    assert units["2 × 10"] == pytest.approx(20 * 7 + 4, rel=0.02)
+    assert units["4 × 5"] == pytest.approx(20 * 7 + 4, rel=0.02)
+    assert units["10 × 2"] == pytest.approx(10 * 7 * 4 + 2, rel=0.02)
+    assert units["20 × 1"] == pytest.approx(20 * 7 * 4 + 1, rel=0.02)
+    assert units["plain mini-batches"] == pytest.approx(20 * 7 * 5, rel=0.02)
     with pytest.raises(OptionError, match="did you mean 'images'"):
         run_paper("bmgd", PaperOptions(out=tmp_path, only=("image",)))
+
+
+def test_a_folder_of_jpegs_is_decoded_at_every_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("PIL.Image")
+    monkeypatch.delenv("HEADRACE_DATA", raising=False)
+    images = jpegs(tmp_path)
+    assert len(images.source) == 2400
+    assert images.load_s is not None
+    x, _ = images.test
+    assert x.shape == (600, 3, 32, 32)
+    training = Training(images, Schedule("two", ((1, 2),)), 0)
+    points = training.run()
+    assert points[-1]["step"] == 2 * 38
+    assert points[-1]["accuracy"] > 0.2, (
+        "ten classes, so chance is 0.1; 0.2 is eight standard deviations away"
+    )

@@ -377,6 +377,18 @@ def test_a_slow_compilation_is_announced(capsys: pytest.CaptureFixture[str]) -> 
     assert re.match(r"headrace: compiling the kernels, once on this machine \.\.\. \d+ s", "".join(lines))
 
 
+def test_kernels_compile_where_no_cache_can_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    from headrace.topics import compiled
+
+    monkeypatch.setattr(compiled, "_uncached", set())
+    place: dict[str, Any] = {}
+    # numba finds no folder for a function that comes from no file.
+    exec(compile("def twice(x):\n    return 2 * x\n", "<nowhere>", "exec"), place)
+    assert compiled.how_often() == "once on this machine"
+    assert compiled.jit(place["twice"])(21) == 42
+    assert compiled.how_often().startswith("in every process: no cache folder can be written")
+
+
 def test_jobs_are_threads() -> None:
     assert resolve_jobs(None) == 1 and resolve_jobs(3) == 3
     assert resolve_jobs(-1) >= 1 and resolve_jobs(-1000) == 1

@@ -20,6 +20,7 @@ from headrace.engine.steps import (
     ChainStepper,
     CompiledStepper,
     EagerStepper,
+    Listener,
     Stepper,
     Stretch,
     plain_convolutions,
@@ -93,6 +94,8 @@ class StepParts:
     """Called with the rows of each batch before its forward."""
     chain: Chain | None
     why_no_chain: str
+    listener: Listener | None = None
+    """A learned order, whose signs are captured with the step."""
     plain_convolutions: bool = False
     """Eager steps use torch's own convolutions instead of oneDNN's."""
 
@@ -127,7 +130,7 @@ def _graph(parts: StepParts, *, compiled: bool, on_choice: OnChoice) -> Stepper:
         window=parts.window,
         longest_order=parts.longest_order,
         compiled=compiled,
-        before_batch=parts.before_batch,
+        listener=parts.listener,
         on_choice=on_choice,
     )
 

@@ -347,6 +347,7 @@ class _Fitting:
             window=window,
             longest_order=len(source),
             before_batch=order.begin_batch if order is not None else None,
+            listener=order,
             chain=chain,
             why_no_chain=why,
             plain_convolutions=convolutions.value == "plain",

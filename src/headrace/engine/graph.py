@@ -17,13 +17,14 @@ Short-coming: a buffer whose columns move (two device slots) is captured once pe
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from headrace.engine.steps import BatchHook, EagerStepper, Stretch
+from headrace.engine.steps import EagerStepper, Listener, Stretch
 from headrace.engine.task import TorchTask
 from headrace.types import Columns
 
@@ -51,17 +52,21 @@ class GraphStepper:
         window: int,
         longest_order: int,
         compiled: bool,
-        before_batch: BatchHook | None,
+        listener: Listener | None,
         on_choice: Callable[[str, str], None],
     ) -> None:
+        before_batch = None if listener is None else listener.begin_batch
+        self.listener = listener
         self.eager = EagerStepper(task, optimizer, clip=clip, before_batch=before_batch)
         self.before_batch = before_batch
         self.ways = [("graph", "captured in a CUDA graph", task.loss)]
-        if compiled:
+        self.refused: list[str] = []
+        if compiled and listener is not None:
+            self.refused.append("not compiled: the hooks of a learned order break the code at every layer")
+        elif compiled:
             loss = torch.compile(task.loss, dynamic=False)
             self.ways.insert(0, ("graph of compiled step", "compiled, then captured in a CUDA graph", loss))
         self.on_choice: Callable[[str, str], None] | None = on_choice
-        self.refused: list[str] = []
         self.task, self.optimizer = task, optimizer
         device = task.device
         self.eager_rates = [
@@ -100,7 +105,12 @@ class GraphStepper:
         self.eager.set_rates(stretch.rates[0])
         stretch.losses[0] = self.eager.update(stretch, stretch.start, last)
         self.stepped = True
+        self._settle()
         return 1
+
+    def _settle(self) -> None:
+        if self.listener is not None:
+            self.listener.settle()
 
     def _eagerly(self, stretch: Stretch, first_update: int) -> None:
         for update in range(first_update, stretch.updates):
@@ -110,6 +120,7 @@ class GraphStepper:
             stretch.losses[update] = self.eager.update(
                 stretch, first, min(first + stretch.group, stretch.stop)
             )
+        self._settle()
 
     def _replay(self, stretch: Stretch, graphs: Graphs, done: int, full: int) -> None:
         self._load(stretch)
@@ -152,6 +163,11 @@ class GraphStepper:
         return self.graphs[key]
 
     def _try_capture(self, stretch: Stretch) -> Graphs | None:
+        if self.listener is not None and not self.listener.capturable(stretch.batch_size):
+            self.ways = []
+            self.refused.append(
+                "the signs of this order at this batch size depend on values that a graph cannot read"
+            )
         while self.ways:
             name, reason, self.loss = self.ways[0]
             try:
@@ -175,27 +191,39 @@ class GraphStepper:
         ahead = sum(column[:1].nbytes for column in stretch.buffer.columns.values()) * stretch.group
         sizes = [n for n in UPDATES_PER_REPLAY if n == 1 or n * ahead <= ROWS_AHEAD_BYTES]
         counting = torch.arange(sizes[0] * stretch.group, device=self.order.device)
-        graphs: Graphs = {}
         try:
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                for _ in range(3):
-                    self.cursor.zero_()
-                    self.slot.zero_()
-                    self._updates(stretch, counting, 1)
-            torch.cuda.current_stream().wait_stream(side)
-            for size in sizes:
-                self.optimizer.zero_grad(set_to_none=True)
-                graph = torch.cuda.CUDAGraph()
-                # A loader's thread may wait for its own copies meanwhile; that is no business of this capture.
-                with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                    self._updates(stretch, counting, size)
-                graphs[size] = graph
+            with self._listening(stretch, sizes):
+                graphs = self._record(stretch, counting, sizes)
         finally:
             self._take_rates(self.eager_rates)
             _restore(before, self.task, self.optimizer)
         self.counted.append(counting)
+        return graphs
+
+    def _listening(self, stretch: Stretch, sizes: Sequence[int]) -> contextlib.AbstractContextManager[None]:
+        """A learned order learns nothing from warming up."""
+        if self.listener is None:
+            return contextlib.nullcontext()
+        return self.listener.capturing(stretch.batch_size, [size * stretch.group for size in sizes])
+
+    def _record(self, stretch: Stretch, counting: Tensor, sizes: Sequence[int]) -> Graphs:
+        """Warm up, then capture a graph of every size."""
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                self.cursor.zero_()
+                self.slot.zero_()
+                self._updates(stretch, counting, 1)
+        torch.cuda.current_stream().wait_stream(side)
+        graphs: Graphs = {}
+        for size in sizes:
+            self.optimizer.zero_grad(set_to_none=True)
+            graph = torch.cuda.CUDAGraph()
+            # A loader's thread may wait for its own copies meanwhile; that is no business of this capture.
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                self._updates(stretch, counting, size)
+            graphs[size] = graph
         return graphs
 
     def _take_rates(self, rates: Sequence[Tensor]) -> None:
@@ -217,6 +245,7 @@ class GraphStepper:
             first = update * accumulate * batch
             parts = [slice(first + k * batch, first + (k + 1) * batch) for k in range(accumulate)]
             totals.append(self._one(batches, index, parts))
+        self._settle()
         self.losses.index_copy_(0, slots, torch.stack(totals).float())
         self.cursor.add_(len(index))
         self.slot.add_(size)

@@ -17,7 +17,8 @@ from headrace.buffer.passes import PassShape
 from headrace.order.balancers import Rows
 from headrace.order.basic import permutation
 from headrace.order.coordinated import OrderService
-from headrace.order.learner import Learner, LearnerOptions
+from headrace.order.learner import Learner
+from headrace.order.options import LearnerOptions
 from headrace.types import Evidence, State
 
 SKETCH = 128

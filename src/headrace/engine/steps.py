@@ -8,7 +8,7 @@ device: losses stay in ``stretch.losses`` until somebody reads them.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -69,6 +69,18 @@ class Stepper(Protocol):
 
 BatchHook = Callable[[Tensor], None]
 """Called with the rows of a batch before its forward; balanced orders listen."""
+
+
+class Listener(Protocol):
+    """A learned order, as a stepper that captures graphs sees it."""
+
+    def begin_batch(self, indices: Tensor) -> None: ...
+
+    def capturable(self, batch_size: int) -> bool: ...
+
+    def settle(self) -> None: ...
+
+    def capturing(self, batch: int, stretches: Sequence[int]) -> contextlib.AbstractContextManager[None]: ...
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ Papers: Lu, Guo, De Sa (NeurIPS 2022); Cooper et al. (NeurIPS 2023).
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,11 +57,22 @@ def walk(products: Tensor, gram: Tensor, bar: Tensor | None = None) -> Tensor:
     """
     if products.device.type == "cpu":
         return _walk_on_host(products, gram, bar)
-    if importlib.util.find_spec("triton") is not None and products.device.type == "cuda":
+    if _has_kernel(products.device):
         from headrace.order.walk_triton import walk_triton
 
         return walk_triton(products, gram, bar)
     return walk_in_torch(products, gram, bar)
+
+
+def _has_kernel(device: torch.device) -> bool:
+    return device.type == "cuda" and importlib.util.find_spec("triton") is not None
+
+
+def warm_walk(device: torch.device, lengths: Iterable[int]) -> None:
+    """Compile what walks over so many vectors need: while a graph is captured it is too late."""
+    if _has_kernel(device):
+        for length in lengths:
+            walk(torch.zeros(length, device=device), torch.zeros(length, length, device=device))
 
 
 def _walk_on_host(products: Tensor, gram: Tensor, bar: Tensor | None) -> Tensor:

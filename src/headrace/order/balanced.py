@@ -28,7 +28,8 @@ stops watching and says so (``fallback=False`` keeps it).
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -38,7 +39,8 @@ from headrace.errors import DataError, OptionError, UsageError, unknown
 from headrace.order.balance import reorder, reorder_tree
 from headrace.order.coordinated import Exchange
 from headrace.order.drift import fails_to_fall
-from headrace.order.learner import KINDS, Learner, LearnerOptions
+from headrace.order.learner import Learner
+from headrace.order.options import KINDS, LearnerOptions
 from headrace.order.plain import PLAIN, first_order
 from headrace.types import Evidence, State
 
@@ -185,6 +187,20 @@ class BalancedOrder:
         return (
             (pairs or self.kind == "mean") and self.workers == 1 and self.learner.options.signal == "sketch"
         )
+
+    def settle(self) -> None:
+        """Sign all batches whose backward pass is over; after a captured stretch of updates, and before its replay."""
+        if self.learner is not None:
+            self.learner.settle()
+
+    def capturing(self, batch: int, stretches: Sequence[int]) -> AbstractContextManager[None]:
+        """While a CUDA graph is captured, warm-up included. Nothing that is learned meanwhile is kept.
+
+        Within, each stretch of so many rows (in batches of ``batch``) ends with `settle`.
+        """
+        if self.learner is None or self.kind_in_force != self.kind:
+            return nullcontext()
+        return self.learner.capturing(self.device, batch, stretches)
 
     # Epochs
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from headrace.order.pieces import Convolution, Dense, Factors, Piece, Tokens, patches
+from headrace.order.pieces import Convolution, Dense, Factors, Normed, Piece, Tokens, patches
 from headrace.order.replay import attention_pieces, recurrent_pieces
 
 Maker = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], list[Tensor | None], "Layout"], list[Piece]]
@@ -120,17 +120,12 @@ def embedding(
     return [Tokens(module.weight, ids, delta)]
 
 
-def _affine(module: nn.Module, normal: Tensor, delta: Tensor, keep: tuple[int, ...]) -> list[Piece]:
-    """Pieces of a scale and a shift; ``keep`` are the dimensions (besides the first) that the parameters have."""
-    others = [d for d in range(1, delta.dim()) if d not in keep]
-    pieces: list[Piece] = []
-    for parameter, value in (
-        (_trained(getattr(module, "weight", None)), delta * normal),
-        (_trained(getattr(module, "bias", None)), delta),
-    ):
-        if parameter is not None:
-            pieces.append(Dense(parameter, value.sum(others) if others else value))
-    return pieces
+def _normed(
+    module: nn.Module, normalise: Callable[[Tensor], Tensor], x: Tensor, delta: Tensor, keep: tuple[int, ...]
+) -> Normed:
+    """A scale and a shift; ``keep`` are the dimensions (besides the first) that the parameters have."""
+    weight, bias = _trained(getattr(module, "weight", None)), _trained(getattr(module, "bias", None))
+    return Normed(weight, bias, normalise, x, delta, keep)
 
 
 def layer_norm(
@@ -139,12 +134,11 @@ def layer_norm(
     assert isinstance(module, nn.LayerNorm | nn.RMSNorm)
     shape = module.normalized_shape
     x, delta = layout.first(_input(args, kwargs)), layout.first(_delta(deltas))
-    if isinstance(module, nn.LayerNorm):
-        normal = F.layer_norm(x, shape, eps=module.eps)
-    else:
-        normal = F.rms_norm(x, shape, eps=module.eps)
     keep = tuple(range(delta.dim() - len(shape), delta.dim()))
-    return _affine(module, normal.to(delta.dtype), delta, keep)
+    if isinstance(module, nn.LayerNorm):
+        eps = module.eps
+        return [_normed(module, lambda v: F.layer_norm(v, shape, eps=eps), x, delta, keep)]
+    return [_normed(module, lambda v: F.rms_norm(v, shape, eps=module.eps), x, delta, keep)]
 
 
 def channel_norm(
@@ -154,20 +148,22 @@ def channel_norm(
     if x.shape[0] != layout.batch:
         raise layout.misfit(x)
     if isinstance(module, nn.GroupNorm):
-        normal = F.group_norm(x, module.num_groups, eps=module.eps)
-    elif isinstance(module, nn.modules.instancenorm._InstanceNorm):
-        normal = F.instance_norm(x, eps=module.eps)
-    else:
-        assert isinstance(module, nn.modules.batchnorm._BatchNorm)
-        use_batch = module.training or module.running_mean is None
-        normal = F.batch_norm(
-            x,
-            None if use_batch else module.running_mean,
-            None if use_batch else module.running_var,
-            training=use_batch,
-            eps=module.eps,
-        )
-    return _affine(module, normal.to(delta.dtype), delta, (1,))
+        groups, eps = module.num_groups, module.eps
+        return [_normed(module, lambda v: F.group_norm(v, groups, eps=eps), x, delta, (1,))]
+    if isinstance(module, nn.modules.instancenorm._InstanceNorm):
+        eps = module.eps
+        return [_normed(module, lambda v: F.instance_norm(v, eps=eps), x, delta, (1,))]
+    assert isinstance(module, nn.modules.batchnorm._BatchNorm)
+    use_batch = module.training or module.running_mean is None
+    normal = F.batch_norm(
+        x,
+        None if use_batch else module.running_mean,
+        None if use_batch else module.running_var,
+        training=use_batch,
+        eps=module.eps,
+    )
+    # At once and not later with other batches, whose statistics would come in.
+    return [*_normed(module, lambda v: normal, x, delta, (1,)).dense()]
 
 
 def recurrent(

@@ -12,69 +12,29 @@ Signals:
 
 from __future__ import annotations
 
-import math
+import contextlib
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from headrace.errors import ModelError, OptionError, UsageError, unknown
-from headrace.order.balance import Rule
+from headrace.errors import ModelError, OptionError, UsageError
+from headrace.order.balance import warm_walk
 from headrace.order.balancers import Balancer, MeanBalancer, PairBalancer, Rows, TreeBalancer, VectorRows
 from headrace.order.coordinated import Exchange, WorkerPairs
+from headrace.order.deferred import Deferred, Held
 from headrace.order.drift import DriftMeter
 from headrace.order.herding import VectorStore
-from headrace.order.pieces import LongRows, Piece, project_inputs
+from headrace.order.options import LearnerOptions
+from headrace.order.pieces import Factors, LongRows, Piece, project_inputs
+from headrace.order.reduction import sum_hint
 from headrace.order.sketch import Projection, Projections, SketchSum, join
 from headrace.order.watch import CollectLinear, Record, Watcher
 from headrace.types import State
 
-KINDS = ("pair", "mean", "recursive", "kh", "probabilistic", "greedy", "herding")
-SIGNALS = ("sketch", "exact", "microbatch")
-CHUNK = 512  # rows signed at once on a CPU; from 256 on the fixed cost no longer shows
-REDUCTIONS = ("mean", "sum")
-
-
-@dataclass(frozen=True, kw_only=True)
-class LearnerOptions:
-    """What a user may choose about learning an order."""
-
-    kind: str = "pair"
-    """``pair``, ``mean``, ``recursive``, ``kh``, ``probabilistic``; for study ``greedy`` and ``herding``."""
-    signal: str = "sketch"
-    """``sketch``, ``exact`` or ``microbatch``."""
-    k: int = 256
-    """Numbers per sketch. Higher is closer to exact and slower."""
-    seed: int = 0
-    depth: int = 2
-    """``recursive`` only: levels of the tree."""
-    scale: float = 1.0
-    """``probabilistic`` only: see `headrace.order.balance.Rule`."""
-    reduction: str = "mean"
-    """How the loss joins the examples of a batch. A mean divides by the batch size, which is undone here."""
-
-    def __post_init__(self) -> None:
-        for what, value, known in (
-            ("kind", self.kind, KINDS),
-            ("signal", self.signal, SIGNALS),
-            ("reduction", self.reduction, REDUCTIONS),
-        ):
-            if value not in known:
-                raise unknown(what, value, known)
-        if self.k < 1:
-            raise OptionError(f"k={self.k!r} was asked for; a sketch has at least 1 number")
-        if self.signal == "exact" and self.kind in ("recursive", "greedy", "herding"):
-            raise OptionError(
-                f"kind={self.kind!r} needs the vectors themselves, which signal='exact' never makes; "
-                "use signal='sketch' (a larger k= is closer to exact) or kind='pair'"
-            )
-
-    def rule(self) -> Rule:
-        names = {"probabilistic": "random", "kh": "adaptive"}
-        return Rule(name=names.get(self.kind, "greedy"), scale=self.scale)
+CHUNK = 512  # rows signed at once; from 256 on the fixed cost no longer shows
 
 
 class Learner:
@@ -117,6 +77,8 @@ class Learner:
         self._chunk: list[tuple[Tensor, SketchSum, float | Tensor]] = []
         self._chunk_rows = 0
         self._grad_hooks: list[Any] = []
+        self.deferred: Deferred | None = None
+        """While a CUDA graph is captured: what its batches leave for later."""
 
     # Watching
 
@@ -201,6 +163,9 @@ class Learner:
         return record.sketch
 
     def _collect(self, record: Record, pieces: list[Piece]) -> None:
+        if self.deferred is not None:
+            record.pieces.extend(pieces)
+            return
         into = self._sum_of(record, record.layout.batch)
         for piece in pieces:
             piece.sketch(into)
@@ -213,6 +178,10 @@ class Learner:
 
         def collect(record: Record, x: Tensor, delta: Tensor) -> None:
             nonlocal known
+            if self.deferred is not None:
+                left, right = delta[:, None, :], x.detach()[:, None, :]
+                record.pieces.append(Factors(module.weight, module._parameters["bias"], left, right))
+                return
             projection = known
             if (
                 projection is None
@@ -229,7 +198,7 @@ class Learner:
         return collect
 
     def _finish(self, record: Record) -> None:
-        if record.sketch is None or record.sketch.empty:
+        if not record.pieces and (record.sketch is None or record.sketch.empty):
             return
         batch = record.layout.batch
         indices = record.indices
@@ -240,6 +209,10 @@ class Learner:
                 "a backward pass ran, but the rows of its batch are unknown: call begin_batch(indices) before the "
                 "forward pass"
             )
+        if self.deferred is not None:
+            self.deferred.add(Held(indices, record.pieces, self._scale(batch)))
+            return
+        assert record.sketch is not None
         if self.options.signal == "microbatch":
             self._collect_chunk(self._to_unit(indices), record.sketch, self._scale(1))
         elif self.options.signal == "exact":
@@ -298,14 +271,14 @@ class Learner:
             self._sign(together, VectorRows(vectors), vectors)
 
     def _vectors(self, sums: Sequence[SketchSum], scales: Sequence[float | Tensor]) -> Tensor:
-        vectors = join(sums, scales)
-        # On a CPU the walk looks for overflows itself.
-        return vectors if vectors.device.type == "cpu" else torch.nan_to_num_(vectors, 0.0, 0.0, 0.0)
+        return _without_overflow(join(sums, scales))
 
     def settle(self) -> None:
         """Finish everything that backward passes left to do."""
         self.settle_watcher()
         self.flush()
+        if self.deferred is not None:
+            self.deferred.settle()
 
     def settle_watcher(self) -> None:
         """Take in the batches of finished backward passes, without signing them yet."""
@@ -358,6 +331,56 @@ class Learner:
         if self._pending_state is not None:
             self._restore(self._pending_state)
             self._pending_state = None
+
+    # Capturing
+
+    @contextlib.contextmanager
+    def capturing(self, device: torch.device, batch: int, stretches: Sequence[int]) -> Iterator[None]:
+        """Between here and the end, what `settle` needs is complete and waits for nothing; then all is as before.
+
+        ``stretches``: the rows between two calls of `settle`, in batches of ``batch``.
+        """
+        self.settle()
+        before = self.state_dict()
+        if isinstance(self._balancer, Balancer):
+            self._balancer.waits = False  # a graph cannot know that a row waits for its partner
+        self._waiting = None
+        self.deferred = Deferred(self.projections, CHUNK, self._sign_vectors, device)
+        warm_walk(device, self._walk_lengths(batch, stretches))
+        try:
+            yield
+        finally:
+            self.deferred = None
+            self._chunk, self._chunk_rows = [], 0
+            if self.watcher is not None:
+                self.watcher.drop()
+            self._rewind(before)
+
+    def _walk_lengths(self, batch: int, stretches: Sequence[int]) -> set[int]:
+        """How many vectors the walks of such stretches have."""
+        full = batch * -(-CHUNK // batch)
+        rows = {part for stretch in stretches for part in (min(full, stretch), stretch % full)}
+        return {part // 2 if self.options.kind == "pair" else part for part in rows if part}
+
+    def _sign_vectors(self, indices: Tensor, vectors_bk: Tensor) -> None:
+        vectors = _without_overflow(vectors_bk)
+        self._sign(indices, VectorRows(vectors), vectors)
+
+    def _rewind(self, state: State) -> None:
+        """Forget what was learned since, in place: a graph knows these tensors by their address."""
+        self.signs.copy_(state["signs"])
+        self.seen = int(state["seen"])
+        if self._balancer is None or self._meter is None:
+            return
+        if "balancer" in state:
+            self._restore(state)
+            return
+        self._meter.finish()
+        fresh: Any = self._balancer
+        for name in fresh.vectors:
+            getattr(fresh, name).zero_()
+        fresh.end_epoch()
+        self._waiting = None
 
     # Epochs
 
@@ -430,18 +453,10 @@ class Learner:
         self._waiting = None if waiting is None else waiting.to(self.signs.device)
 
 
+def _without_overflow(vectors: Tensor) -> Tensor:
+    # On a CPU the walk looks for overflows itself.
+    return vectors if vectors.device.type == "cpu" else torch.nan_to_num_(vectors, 0.0, 0.0, 0.0)
+
+
 def _captures(indices: Tensor) -> bool:
     return indices.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def sum_hint(delta: Tensor, batch: int) -> bool:
-    """True when the gradient at a softmax's input looks like that of a *summed* cross-entropy.
-
-    Its rows sum to zero and hold p − 1 at the label: at most 1/batch in size under a mean, up to 1 under a sum.
-    """
-    if delta.dim() != 2 or batch < 4 or len(delta) != batch:
-        return False
-    rows = delta.double()
-    size = float(rows.abs().max())
-    balanced = float(rows.sum(1).abs().max()) <= 1e-4 * max(size, 1e-30)
-    return balanced and size <= 1.0 + 1e-6 and size > 1.5 / math.sqrt(batch)

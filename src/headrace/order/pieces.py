@@ -13,6 +13,8 @@ Shapes: b examples, p positions, o rows and i columns of the weight.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -340,7 +342,82 @@ class Tokens:
         return [Dense(self.weight, rows.scatter_add_(1, index, self.delta))]
 
 
-Piece = Dense | Factors | Convolution | Tokens
+@dataclass
+class Normed:
+    """A norm's scale and shift: example gradients that are made when they are asked for."""
+
+    weight: Tensor | None
+    bias: Tensor | None
+    normalise: Callable[[Tensor], Tensor]
+    """The norm without scale and shift; it must treat every example by itself."""
+    input: Tensor
+    delta: Tensor
+    keep: tuple[int, ...]
+    """The dimensions (besides the first) that the parameters have."""
+
+    def parameters(self) -> list[Tensor]:
+        return [p for p in (self.weight, self.bias) if p is not None]
+
+    @functools.cached_property
+    def _parts(self) -> list[Dense]:
+        others = [d for d in range(1, self.delta.dim()) if d not in self.keep]
+        parts: list[Dense] = []
+        if self.weight is not None:
+            value = self.delta * self.normalise(self.input).to(self.delta.dtype)
+            parts.append(Dense(self.weight, value.sum(others) if others else value))
+        if self.bias is not None:
+            parts.append(Dense(self.bias, self.delta.sum(others) if others else self.delta))
+        return parts
+
+    def sketch(self, into: SketchSum) -> None:
+        for part in self._parts:
+            part.sketch(into)
+
+    def dot(self, view: View) -> Tensor:
+        return sum((part.dot(view) for part in self._parts), self.delta.new_zeros(len(self.delta)))
+
+    def gram(self) -> Tensor:
+        b = len(self.delta)
+        return sum((part.gram() for part in self._parts), self.delta.new_zeros(b, b))
+
+    def add_to(self, view: View, weights: Tensor) -> None:
+        for part in self._parts:
+            part.add_to(view, weights)
+
+    def dense(self) -> list[Dense]:
+        return self._parts
+
+
+Piece = Dense | Factors | Convolution | Tokens | Normed
+
+_OF_EXAMPLES = ("gradients", "left", "right", "input", "delta", "ids")
+"""The fields of pieces that have one entry per example."""
+
+
+def join_pieces(batches: Sequence[Sequence[Piece]]) -> list[Piece] | None:
+    """The pieces of several batches, one after another layer by layer; None when they do not match."""
+    if len({len(pieces) for pieces in batches}) > 1:
+        return None
+    if len(batches) == 1:
+        return list(batches[0])
+    joined = [_join(parts) for parts in zip(*batches, strict=True)]
+    return None if any(piece is None for piece in joined) else [p for p in joined if p is not None]
+
+
+def _join(parts: Sequence[Piece]) -> Piece | None:
+    first = parts[0]
+    if any(type(part) is not type(first) for part in parts):
+        return None
+    if any([id(p) for p in part.parameters()] != [id(p) for p in first.parameters()] for part in parts):
+        return None
+    values: dict[str, Tensor] = {}
+    for name in _OF_EXAMPLES:
+        if hasattr(first, name):
+            tensors = [getattr(part, name) for part in parts]
+            if any(t.shape[1:] != tensors[0].shape[1:] or t.dtype != tensors[0].dtype for t in tensors):
+                return None
+            values[name] = torch.cat(tensors)
+    return dataclasses.replace(first, **values)  # type: ignore[arg-type]
 
 
 class LongRows:

@@ -132,7 +132,13 @@ class Watcher:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        self.drop()
+
+    def drop(self) -> None:
+        """Forget passes that are not finished."""
         self._queue.clear()
+        self._open = None
+        self._inside = False
 
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if module is not self.model or not torch.is_grad_enabled():

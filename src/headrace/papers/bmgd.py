@@ -1,16 +1,14 @@
 """Buffered mini-batch gradient descent: what reuse costs in accuracy, and what it saves in time.
 
 Experiments: ``ols`` (linear regression against its theory), ``pl`` (a Polyak–Łojasiewicz loss: the
-neighbourhood in which descent ends), ``images`` (digits read from disk through buffers, at equal time and at
-equal passes).
+neighbourhood in which descent ends), ``images`` (digits, objects and a folder of JPEGs through buffers, at equal
+steps, at equal time and at equal loads; `bmgd_images`).
 """
 
 from __future__ import annotations
 
 import json
 import math
-import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from headrace.engine.loader import Loader
-from headrace.errors import DataError, unknown
-from headrace.papers import PaperOptions, find_data
+from headrace.errors import unknown
+from headrace.papers import PaperOptions
+from headrace.papers.bmgd_images import run_images, write_images
 from headrace.report.page import Page, Series
 
 Numbers = dict[str, Any]
@@ -219,152 +217,6 @@ def write_pl(page: Page, numbers: Numbers) -> None:
         ["step size", "rounds", "floor: mean of the last ten passes"],
         [[r["step"], r["rounds"], f"{np.mean(r['loss'][-10:]):.2e}"] for r in numbers["runs"]],
         caption="Low is good.",
-    )
-
-
-# ---------------------------------------------------------------------- images
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """How often the data are loaded and each buffer is used."""
-
-    loads: int
-    rounds: int
-
-
-SCHEDULES = (Schedule(8, 1), Schedule(4, 2), Schedule(2, 4), Schedule(1, 8))
-"""Equal steps: loads × rounds = 8, as the authors varied theirs."""
-
-
-def images() -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], str]:
-    """MNIST when HEADRACE_DATA holds it, else the digits that scikit-learn brings."""
-    try:
-        with np.load(find_data("mnist.npz"), allow_pickle=False) as archive:
-            x = np.concatenate([archive["x_train"][:20_000], archive["x_test"]])
-            y = np.concatenate([archive["y_train"][:20_000], archive["y_test"]])
-            return (
-                x.reshape(len(x), -1),
-                y.astype(np.int64),
-                "MNIST, 20,000 images to train and 10,000 to test",
-            )
-    except DataError:
-        from sklearn.datasets import load_digits
-
-        digits = load_digits()
-        x = (digits.data * 15.9).astype(np.uint8)
-        return x, digits.target.astype(np.int64), "scikit-learn's 8×8 digits, 1,297 to train and 500 to test"
-
-
-def train(
-    folder: Path,
-    test: tuple[torch.Tensor, torch.Tensor],
-    schedule: Schedule,
-    seed: int,
-    delay_s: float,
-) -> list[Numbers]:
-    """Train through buffers of an eighth of the data; one entry after every load of the data."""
-    torch.manual_seed(seed)
-    width = test[0].shape[1]
-    model = torch.nn.Sequential(torch.nn.Linear(width, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10))
-    rows = len(np.load(folder / "y.npy", mmap_mode="r"))
-    loader = Loader(
-        folder, 64, buffer=rows // 8 * (width + 8), block=16, rounds=schedule.rounds, seed=seed, device="cpu"
-    )
-    steps = schedule.loads * len(loader)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    found, waited_s, busy_s = [], 0.0, 0.0
-    for _ in range(schedule.loads):
-        for buffer in loader.buffers():
-            began = time.perf_counter()
-            for start, stop in loader.bounds(buffer):
-                x, y = loader.batch(buffer, start, stop).values()
-                optimizer.zero_grad()
-                torch.nn.functional.cross_entropy(model(x.float() / 255), y).backward()
-                optimizer.step()
-                cosine.step()
-                loader.consumed(stop - start)
-            busy_s += time.perf_counter() - began
-            if buffer.round == 0:
-                waited_s += delay_s
-        with torch.no_grad():
-            logits = model(test[0])
-            loss = float(torch.nn.functional.cross_entropy(logits, test[1]))
-            accuracy = float((logits.argmax(1) == test[1]).double().mean())
-        found.append({"accuracy": accuracy, "loss": loss, "busy_s": busy_s, "slow_s": max(busy_s, waited_s)})
-    loader.close()
-    return found
-
-
-def run_images(options: PaperOptions, seconds: float) -> Numbers:
-    """The schedules of equal steps, against a disk that is slower than the model by four."""
-    x, y, name = images()
-    held = 10_000 if len(x) > 10_000 else 500
-    test = (torch.from_numpy(x[-held:]).float() / 255, torch.from_numpy(y[-held:]))
-    runs: list[Numbers] = []
-    began = time.perf_counter()
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        np.save(folder / "x.npy", x[:-held])
-        np.save(folder / "y.npy", y[:-held])
-        # A round's time on this machine sets the pretended disk: a load takes four rounds.
-        delay = 4 * train(folder, test, Schedule(1, 1), 0, 0.0)[-1]["busy_s"] / 8
-        for seed in range(options.seeds):
-            for schedule in SCHEDULES:
-                if seed and time.perf_counter() - began > seconds:
-                    break
-                found = train(folder, test, schedule, seed, delay)
-                runs.append(
-                    {"loads": schedule.loads, "rounds": schedule.rounds, "seed": seed, "points": found}
-                )
-    return {"data": name, "runs": runs, "load_over_round": 4}
-
-
-def write_images(page: Page, numbers: Numbers) -> None:
-    page.heading("Images: equal steps, fewer loads")
-    page.text(
-        f"{numbers['data']}; a two-layer network, momentum 0.9, cosine step size from 0.1, buffers of an "
-        f"eighth. Each "
-        "schedule makes equally many steps; it loads the data so many times and uses every buffer so many "
-        "rounds. "
-        "Time counts a disk on which one load takes four rounds of training (the model's time is measured, "
-        "the "
-        "disk's is set), since the files here lie in the page cache: time = the longer of loading and "
-        "training."
-    )
-    rows, series = [], []
-    for loads, rounds in sorted({(r["loads"], r["rounds"]) for r in numbers["runs"]}, reverse=True):
-        runs = [r["points"] for r in numbers["runs"] if (r["loads"], r["rounds"]) == (loads, rounds)]
-        last = [points[-1] for points in runs]
-        rows.append([
-            f"{loads} × {rounds}", len(runs),
-            f"{np.mean([p['accuracy'] for p in last]):.4f} ± {np.std([p['accuracy'] for p in last]):.4f}",
-            f"{np.mean([p['loss'] for p in last]):.4f}",
-            f"{np.mean([p['busy_s'] for p in last]):.2f}", f"{np.mean([p['slow_s'] for p in last]):.2f}",
-        ])  # fmt: skip
-        series.append(
-            Series(
-                f"{loads} loads × {rounds} rounds",
-                np.mean([[p["slow_s"] for p in points] for points in runs], axis=0).tolist(),
-                np.mean([[p["loss"] for p in points] for points in runs], axis=0).tolist(),
-            )
-        )
-    page.lines(
-        "Test loss over time with the slow disk", series, x_label="seconds", y_label="test loss", log_y=True
-    )
-    page.table(
-        [
-            "loads × rounds",
-            "seeds",
-            "test accuracy",
-            "test loss",
-            "training alone, s",
-            "with the slow disk, s",
-        ],
-        rows,
-        caption="At equal steps: more loads see fresher samples, fewer loads wait less. "
-        "High accuracy and low time are good.",
     )
 
 

@@ -7,8 +7,10 @@ measures the CPU time of the steps. Peers that are not installed are left out, a
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -17,26 +19,32 @@ from numpy.typing import NDArray
 from headrace.topics import LatentDirichletAllocation
 
 BATCH = 256
+SWEEPS = 20
+"""Sweeps of a sampler that count as one pass: each looks at every document."""
 
 
 @dataclass(frozen=True)
 class Topics:
     """What a learner has learned so far."""
 
-    components: NDArray[Any]
-    """Pseudo-counts, topics × words."""
+    read: Callable[[], NDArray[Any]]
+    """Gives pseudo-counts, topics × words, until the learner goes on; its time is not the learner's."""
     alpha: Any
     collapsed: bool
     """How documents are to be inferred: with expected counts (samplers, collapsed) or variationally."""
 
+    @property
+    def components(self) -> NDArray[Any]:
+        return self.read()
 
-Learner = Callable[[Any, int, int], Iterator[Topics]]
+
+Learner = Callable[[Any, int, int], Generator[Topics, None, None]]
 """(documents, number of topics, seed) → topics after every pass."""
 
 
 def headrace_online(
     train: Any, topics: int, seed: int, jobs: int | None = None, batch_size: int = BATCH
-) -> Iterator[Topics]:
+) -> Generator[Topics, None, None]:
     model = LatentDirichletAllocation(
         topics,
         learning_method="online",
@@ -47,10 +55,10 @@ def headrace_online(
     )
     while True:
         model.partial_fit(train)
-        yield Topics(model.components_, model.doc_topic_prior_, False)
+        yield Topics(lambda: model.components_, model.doc_topic_prior_, False)
 
 
-def headrace_collapsed(train: Any, topics: int, seed: int) -> Iterator[Topics]:
+def headrace_collapsed(train: Any, topics: int, seed: int) -> Generator[Topics, None, None]:
     # Many small steps, documents not iterated to the end: measured on AP, batches of 32 reach in 5 passes what
     # batches of 256 do not reach in 160.
     model = LatentDirichletAllocation(
@@ -59,19 +67,19 @@ def headrace_collapsed(train: Any, topics: int, seed: int) -> Iterator[Topics]:
     )  # fmt: skip
     while True:
         model.partial_fit(train)
-        yield Topics(model.components_, model.doc_topic_prior_, True)
+        yield Topics(lambda: model.components_, model.doc_topic_prior_, True)
 
 
-def scikit_learn(train: Any, topics: int, seed: int) -> Iterator[Topics]:
+def scikit_learn(train: Any, topics: int, seed: int) -> Generator[Topics, None, None]:
     from sklearn.decomposition import LatentDirichletAllocation as Theirs
 
     model = Theirs(topics, batch_size=BATCH, total_samples=train.shape[0], random_state=seed)
     while True:
         model.partial_fit(train)
-        yield Topics(model.components_, model.doc_topic_prior_, False)
+        yield Topics(lambda: model.components_, model.doc_topic_prior_, False)
 
 
-def gensim(train: Any, topics: int, seed: int) -> Iterator[Topics]:
+def gensim(train: Any, topics: int, seed: int) -> Generator[Topics, None, None]:
     from gensim.models import LdaModel
 
     bounds = zip(train.indptr[:-1], train.indptr[1:], strict=True)
@@ -84,10 +92,54 @@ def gensim(train: Any, topics: int, seed: int) -> Iterator[Topics]:
     )  # fmt: skip
     while True:
         model.update(corpus)
-        yield Topics(model.state.get_lambda(), 1.0 / topics, False)
+        yield Topics(model.state.get_lambda, 1.0 / topics, False)
 
 
-def tomotopy(train: Any, topics: int, seed: int, sweeps: int = 20) -> Iterator[Topics]:
+def vowpal_wabbit(train: Any, topics: int, seed: int) -> Generator[Topics, None, None]:
+    import vowpalwabbit
+
+    with TemporaryDirectory() as folder:
+        data, text = Path(folder) / "documents", Path(folder) / "topics"
+        data.write_text("".join(_vowpal_lines(train)), encoding="utf-8")
+        bits = max(1, (train.shape[1] - 1).bit_length())
+        first = {
+            "lda": topics,
+            "lda_alpha": 1 / topics,
+            "lda_rho": 1 / topics,
+            "b": bits,
+            "random_seed": seed + 1,
+        }
+        made, step = Path(folder) / "model-0", 10
+        while True:
+            last, made = made, made.with_name(f"model-{step}")
+            # Every pass goes on from the model of the last one; a model does not keep the size of the collection.
+            begin = {"initial_regressor": str(last)} if last.exists() else first
+            vowpalwabbit.Workspace(
+                **begin, lda_D=train.shape[0], minibatch=BATCH, power_t=0.7, initial_t=step, data=str(data),
+                final_regressor=str(made), readable_model=str(text), quiet=True,
+            ).finish()  # fmt: skip
+            last.unlink(missing_ok=True)
+            step += -(-train.shape[0] // BATCH)
+            yield Topics(lambda: _vowpal_topics(text, topics, train.shape[1]), 1.0 / topics, False)
+
+
+def _vowpal_lines(train: Any) -> Iterator[str]:
+    for lo, hi in zip(train.indptr[:-1], train.indptr[1:], strict=True):
+        entries = zip(train.indices[lo:hi].tolist(), train.data[lo:hi].tolist(), strict=True)
+        yield "| " + " ".join(f"{word}:{count:g}" for word, count in entries) + "\n"
+
+
+def _vowpal_topics(path: Path, topics: int, words: int) -> NDArray[Any]:
+    """The topics of a readable model: behind its head, a line for each word, its number and its counts."""
+    components = np.full((topics, words), 1.0 / topics)
+    for line in path.read_text(encoding="utf-8").splitlines():
+        parts = line.split()
+        if len(parts) == topics + 1 and parts[0].isdigit() and int(parts[0]) < words:
+            components[:, int(parts[0])] = [float(part) for part in parts[1:]]
+    return components
+
+
+def tomotopy(train: Any, topics: int, seed: int, sweeps: int = SWEEPS) -> Generator[Topics, None, None]:
     import tomotopy as library
 
     model = library.LDAModel(k=topics, alpha=0.1, eta=0.01, seed=seed + 1)
@@ -97,12 +149,18 @@ def tomotopy(train: Any, topics: int, seed: int, sweeps: int = 20) -> Iterator[T
             model.add_doc([str(word) for word in words])
     while True:
         model.train(sweeps, workers=1, parallel=library.ParallelScheme.NONE)
-        places = np.array([int(word) for word in model.used_vocabs])
-        # A word that no document to learn from holds has the prior's count, as it has in the other libraries.
-        components = np.full((topics, train.shape[1]), 0.01)
-        for k, count in enumerate(model.get_count_by_topics()):
-            components[k, places] = model.get_topic_word_dist(k) * (count + 0.01 * len(places))
-        yield Topics(components, np.asarray(model.alpha, dtype=np.float64), True)
+        yield Topics(
+            lambda: _tomotopy_topics(model, train.shape[1]), np.asarray(model.alpha, dtype=np.float64), True
+        )
+
+
+def _tomotopy_topics(model: Any, words: int) -> NDArray[Any]:
+    places = np.array([int(word) for word in model.used_vocabs])
+    # A word that no document to learn from holds has the prior's count, as it has in the other libraries.
+    components = np.full((model.k, words), 0.01)
+    for k, count in enumerate(model.get_count_by_topics()):
+        components[k, places] = model.get_topic_word_dist(k) * (count + 0.01 * len(places))
+    return components
 
 
 def installed() -> tuple[dict[str, Learner], list[str]]:
@@ -112,19 +170,20 @@ def installed() -> tuple[dict[str, Learner], list[str]]:
         "headrace collapsed": headrace_collapsed,
         "scikit-learn": scikit_learn,
     }
-    peers: dict[str, Learner] = {"gensim": gensim, "tomotopy": tomotopy}
-    missing = [name for name in peers if importlib.util.find_spec(name) is None]
+    peers: dict[str, Learner] = {"gensim": gensim, "tomotopy": tomotopy, "Vowpal Wabbit": vowpal_wabbit}
+    missing = [name for name in peers if importlib.util.find_spec(name.lower().replace(" ", "")) is None]
     return {**learners, **{n: peer for n, peer in peers.items() if n not in missing}}, missing
 
 
 def likelihood(topics: Topics, held_out: Any) -> float:
     """Log likelihood per held-out word, by document completion, under the learner's own prior."""
+    components = topics.components
     judge = LatentDirichletAllocation(
-        len(topics.components),
+        len(components),
         learning_method="collapsed" if topics.collapsed else "online",
         doc_topic_prior=topics.alpha,
         mean_change_tol=1e-4,
         max_doc_update_iter=500,
     )
-    judge.components_ = topics.components
+    judge.components_ = components
     return -float(np.log(judge.held_out_perplexity(held_out)))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
+from contextlib import closing
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,11 +22,17 @@ from headrace.topics.task import TopicTask
 
 FILES = {"AP": "ap_topicmodels.npz", "KOS": "kos.npz", "NIPS": "nips_uci.npz", "PNAS": "pnas.npz"}
 Curve = list[dict[str, float]]
+LARGE_PER_S = 40
+"""Documents of the large synthetic corpus for each second of the page's time; a pass of the slowest library over
+them takes about a fiftieth of it."""
 
 
-def corpora() -> dict[str, csr_matrix]:
-    """The corpora that are there, and a synthetic one that always is."""
+def corpora(seconds: float = 0.0) -> dict[str, csr_matrix]:
+    """The corpora that are there, and synthetic ones that always are; the large one grows with the time there is."""
     found = {"synthetic": synthetic(4000, 4000, 50, 100, seed=0)}
+    large = min(100_000, round(LARGE_PER_S * seconds))
+    if large >= 8000:
+        found["synthetic, large"] = synthetic(large, 10_000, 50, 100, seed=1)
     for name, file in FILES.items():
         try:
             values = np.load(find_data(file), allow_pickle=False)
@@ -41,13 +49,13 @@ def synthetic(documents: int, words: int, topics: int, length: int, seed: int) -
     frequency = 1.0 / np.arange(1, words + 1)
     beta = np.array([draws.gamma(0.1, 1.0, words) * frequency for _ in range(topics)])
     beta /= beta.sum(axis=1, keepdims=True)
-    rows, columns = [], []
-    for row in range(documents):
-        counts = draws.multinomial(draws.poisson(length) + 1, draws.dirichlet(np.full(topics, 0.1)))
-        drawn = [draws.choice(words, count, p=beta[k]) for k, count in enumerate(counts) if count]
-        rows.extend([row] * counts.sum())
-        columns.extend(np.concatenate(drawn).tolist())
-    return csr_matrix((np.ones(len(rows)), (rows, columns)), shape=(documents, words))
+    lengths = draws.poisson(length, documents) + 1
+    theta = draws.dirichlet(np.full(topics, 0.1), documents)
+    counts = np.array([draws.multinomial(n, p) for n, p in zip(lengths, theta, strict=True)])
+    rows = [np.repeat(np.arange(documents), counts[:, k]) for k in range(topics)]
+    columns = [draws.choice(words, len(rows[k]), p=beta[k]) for k in range(topics)]
+    row, column = np.concatenate(rows), np.concatenate(columns)
+    return csr_matrix((np.ones(len(row)), (row, column)), shape=(documents, words))
 
 
 def split(matrix: csr_matrix, seed: int = 0) -> tuple[csr_matrix, csr_matrix]:
@@ -60,37 +68,41 @@ def split(matrix: csr_matrix, seed: int = 0) -> tuple[csr_matrix, csr_matrix]:
 MOST_PASSES = 200  # of a curve; small corpora have converged long before
 
 
-def curve(learner: Learner, train: Any, held_out: Any, topics: int, seed: int, limit_s: float) -> Curve:
-    """Likelihood after every pass until ``limit_s`` CPU seconds of learning are used; measuring is not timed."""
+def curve(
+    learner: Learner, train: Any, held_out: Any, topics: int, seed: int, limit_s: float, looks: int = 1
+) -> Curve:
+    """Likelihood after every pass until ``limit_s`` CPU seconds of learning are used; measuring is not timed.
+
+    ``looks`` is how often a pass looks at every document.
+    """
     points: Curve = []
     spent, passes = 0.0, 0
-    steps: Iterator[Topics] = learner(train, topics, seed)
-    while spent < limit_s and passes < MOST_PASSES:
-        start = time.process_time()
-        learned = next(steps)
-        spent += time.process_time() - start
-        passes += 1
-        # Measure at passes 1, 2, 3, 5, 8, ...: the curve is drawn over a logarithm of time.
-        if not points or passes >= 1.4 * points[-1]["passes"] or spent >= limit_s or passes == MOST_PASSES:
-            points.append({"seconds": spent, "passes": passes, "likelihood": likelihood(learned, held_out)})
+    with closing(learner(train, topics, seed)) as steps:
+        while spent < limit_s and passes < MOST_PASSES:
+            start = time.process_time()
+            learned = next(steps)
+            spent += time.process_time() - start
+            passes += 1
+            # Measure at passes 1, 2, 3, 5, 8, ...: the curve is drawn over a logarithm of time.
+            due = not points or passes >= 1.4 * points[-1]["passes"]
+            if due or spent >= limit_s or passes == MOST_PASSES:
+                seen = passes * looks * train.shape[0]
+                value = likelihood(learned, held_out)
+                points.append({"seconds": spent, "passes": passes, "documents": seen, "likelihood": value})
     return points
 
 
-def threads(
-    train: Any, held_out: Any, topics: int, seed: int, jobs: int, passes: int = 5
-) -> dict[str, float]:
-    """Wall time and likelihood of some passes with ``jobs`` threads."""
+def threads(train: Any, held_out: Any, topics: int, seed: int, jobs: int, passes: int = 5) -> Curve:
+    """Wall time, documents and likelihood after each of some passes with ``jobs`` threads."""
     # Small batches, so that every thread has many steps to take.
-    steps = headrace_online(train, topics, seed, jobs, batch_size=64)
-    start = time.perf_counter()
-    for _ in range(passes):
+    steps, seconds, points = headrace_online(train, topics, seed, jobs, batch_size=64), 0.0, []
+    for number in range(1, passes + 1):
+        start = time.perf_counter()
         learned = next(steps)
-    seconds = time.perf_counter() - start
-    return {
-        "jobs": jobs,
-        "rate": passes * train.shape[0] / seconds,
-        "likelihood": likelihood(learned, held_out),
-    }
+        seconds += time.perf_counter() - start
+        value = likelihood(learned, held_out)
+        points.append({"seconds": seconds, "documents": number * train.shape[0], "likelihood": value})
+    return points
 
 
 def machines(train: Any, held_out: Any, topics: int, seed: int, workers: int, rounds: int = 12) -> Curve:
@@ -117,6 +129,20 @@ def machines(train: Any, held_out: Any, topics: int, seed: int, workers: int, ro
         for task in tasks:
             values = applied(values, task.push())
         step += workers * max(1, share // 64)
-        learned = Topics(values.T, 1.0 / topics, False)
+        learned = Topics(partial(np.transpose, values), 1.0 / topics, False)
         points.append({"documents": number * share, "likelihood": likelihood(learned, held_out)})
     return points
+
+
+def needed(points: Sequence[dict[str, float]], level: float, of: str) -> float | None:
+    """How many ``of`` (seconds, documents) a curve takes to reach a likelihood; None if it never does."""
+    best, before = -np.inf, None
+    for point in points:
+        value = max(best, point["likelihood"])
+        if value >= level:
+            if before is None or value == best:
+                return point[of]
+            share = (level - best) / (value - best)
+            return float(before[of] + share * (point[of] - before[of]))
+        best, before = value, point
+    return None

@@ -95,14 +95,16 @@ def _rows(task: Task, runs: dict[str, list[Curve]]) -> list[list[Any]]:
 def _section(page: Page, task: Task, runs: dict[str, list[Curve]]) -> None:
     page.heading(task.title)
     page.text(f"The paper: {task.claim}. Here: {task.cut}.")
-    by_epoch, by_time, scores, drifts = [], [], [], []
+    by_epoch, by_time, scores, scores_by_time, drifts = [], [], [], [], []
     for label, curves in runs.items():
         objective, low, high = mean_curve(curves, "objective")
         epochs = list(range(1, len(objective) + 1))
         by_epoch.append(Series(label, epochs, objective, low=low, high=high))
-        by_time.append(Series(label, mean_curve(curves, "seconds")[0], objective))
+        seconds = mean_curve(curves, "seconds")[0]
+        by_time.append(Series(label, seconds, objective))
         score, low, high = mean_curve(curves, "score")
         scores.append(Series(label, epochs, score, low=low, high=high))
+        scores_by_time.append(Series(label, seconds, score))
         if all(c.drift_ratio for c in curves):
             ratio, low, high = mean_curve(curves, "drift_ratio")
             drifts.append(Series(label, list(range(1, len(ratio) + 1)), ratio, low=low, high=high))
@@ -111,5 +113,8 @@ def _section(page: Page, task: Task, runs: dict[str, list[Curve]]) -> None:
         "The same by time", by_time, x_label="CPU seconds of training", y_label="objective", log_y=True
     )
     page.lines("Validation", scores, x_label="epoch", y_label=task.score_name)
+    page.lines(
+        "Validation by time", scores_by_time, x_label="CPU seconds of training", y_label=task.score_name
+    )
     if drifts:
         page.lines("Drift of the order, H / √Σ‖g − ḡ‖²", drifts, x_label="epoch", y_label="ratio")

@@ -10,10 +10,11 @@ one that others use too, and both are shown.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -129,7 +130,8 @@ def _ours(experiment: Experiment, changes: dict[str, Any]) -> Callable[[int, flo
     def learn(seed: int, seconds: float) -> Rows:
         agent = ActorCritic(experiment.env, seed=seed, **experiment.options, **changes)
         try:
-            agent.learn(experiment.steps, seconds=seconds)
+            with _one_thread():
+                agent.learn(experiment.steps, seconds=seconds)
         finally:
             agent.close()
         return [row for row in agent.metrics_ if "return" in row]
@@ -137,11 +139,23 @@ def _ours(experiment: Experiment, changes: dict[str, Any]) -> Callable[[int, flo
     return learn
 
 
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Every process of every side computes with one thread, as workers do anyway."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def _theirs(experiment: Experiment) -> Callable[[int, float], Rows]:
     """The same environment through stable-baselines3's own vector environment, with its own defaults."""
 
     def learn(seed: int, seconds: float) -> Rows:
-        import torch
         from stable_baselines3 import A2C
         from stable_baselines3.common.callbacks import BaseCallback
         from stable_baselines3.common.env_util import make_atari_env, make_vec_env
@@ -170,9 +184,7 @@ def _theirs(experiment: Experiment) -> Callable[[int, float], Rows]:
                         "return": float(np.mean([episode["r"] for episode in episodes])),
                     })  # fmt: skip
 
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
+        with _one_thread():
             if experiment.peer_policy == "CnnPolicy":
                 env = VecFrameStack(make_atari_env("PongNoFrameskip-v4", n_envs=16, seed=seed), 4)
             else:
@@ -181,8 +193,6 @@ def _theirs(experiment: Experiment) -> Callable[[int, float], Rows]:
                 experiment.steps, callback=Watch()
             )
             env.close()
-        finally:
-            torch.set_num_threads(threads)
         return rows
 
     return learn

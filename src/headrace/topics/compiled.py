@@ -20,6 +20,10 @@ PATIENCE_S = 2.0
 """Loading from the cache stays below this on a slow disk; compiling takes several seconds."""
 
 
+_uncached: set[str] = set()
+"""Functions that found no folder for their cache."""
+
+
 def jit(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile for nopython mode, releasing the interpreter lock, cached where a cache can be written."""
     options = {"nogil": True, "error_model": "numpy"}
@@ -27,7 +31,15 @@ def jit(function: Callable[..., Any]) -> Callable[..., Any]:
         return njit(cache=True, **options)(function)  # type: ignore[no-any-return]
     except RuntimeError:
         # numba found no folder to write to (a read-only container): compile in every process instead.
+        _uncached.add(function.__name__)
         return njit(**options)(function)  # type: ignore[no-any-return]
+
+
+def how_often() -> str:
+    """When the next compilation is due."""
+    if not _uncached:
+        return "once on this machine"
+    return "in every process: no cache folder can be written, set NUMBA_CACHE_DIR to one"
 
 
 @contextmanager
@@ -38,7 +50,7 @@ def announce(what: str, patience_s: float = PATIENCE_S) -> Iterator[None]:
 
     def wait() -> None:
         if not done.wait(patience_s):
-            say(f"headrace: compiling {what}, once on this machine ...", end="")
+            say(f"headrace: compiling {what}, {how_often()} ...", end="")
             done.wait()
             say(f" {time.monotonic() - started:.0f} s")
 
