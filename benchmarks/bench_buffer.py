@@ -24,11 +24,14 @@ dd has one read under way, the loader eight. Cold, 4,000,000 rows, ``--seconds 3
 | SPDL, batched memmap | 321 | 0% | 723.24 | 1325.88 × |
 | DataLoader, 2 workers | 273 | 0% | 1268.34 | 1558.54 × |
 
-The others' maps are read ahead by 128 kB for each row of 3 kB, and every row is a seek; on a busy machine that costs them more than
-on a quiet one. FFCV (built against OpenCV 4.6) was measured once, on 1.8 GB in its own format, load average 25:
-970,788 samples/s at 0.75 µs of CPU against 608,354 at 0.55: 0.63 ×, in wall time that says little on such a machine.
-``--warm`` (everything in the page cache) awaits a quiet machine: there the loader gathers when it is asked, and threads
-that prefetch win a race in which nobody trains.
+The others' maps are read ahead by 128 kB for each row of 3 kB, and every row is a seek; on a busy machine that
+costs them more than on a quiet one. FFCV (built against OpenCV) was measured once, on 1.8 GB in its own format, load
+average 25: 970,788 samples/s at 0.75 µs of CPU against 608,354 at 0.55, that is 0.63 ×, in wall time that says little
+on such a machine.
+
+``--warm`` (everything in the page cache), 600,000 rows, load average 25, medians of two that spread six-fold in wall
+time: in memory 277,596 samples/s at 0.41 µs of CPU, batched memmap 190,108 at 0.58 (1.4 × the CPU); torchdata.nodes 1.11
+and SPDL 2.0 to 2.3 µs. Their threads prefetch: on idle cores that wins a race in which nobody trains.
 """
 
 from __future__ import annotations
