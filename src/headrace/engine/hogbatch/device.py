@@ -186,8 +186,8 @@ class DeviceRunner:
     def _prepare(self) -> None:
         """Capture the step that the run begins with before training time does: a trial's turn is hardly longer."""
         options, columns = self._options, self._columns
-        if not isinstance(self._stepper, ChainStepper):
-            return  # an optimiser's first step would leave its moments behind
+        if self._link.device.type == "cpu" or not isinstance(self._stepper, ChainStepper):
+            return  # nothing to capture, or an optimiser, whose first step would leave its moments behind
         batch = min(options.device_batch_size, len(self._order))
         factor = options.schedule(0) if options.schedule else 1.0
         lr = options.optimiser.lr * factor * step_scale(batch, options.batch_size, options.scaling)
