@@ -11,8 +11,8 @@ one emulator thread; there it is the usual wrapper chain, and "same env" feeds i
     python benchmarks/bench_agents.py workers      # steps of one and of two workers
     python benchmarks/bench_agents.py seeds [peer] # CartPole to a mean return of 475, ten seeds; 2 (peer: 8) minutes
 
-Measured on 2 cores of an AMD EPYC (AVX-512, bfloat16), torch 2.13, gymnasium 1.4, ale-py 0.12.1, stable-baselines3 2.9.2,
-while twenty other processes wanted the two cores: read the ratios, not the rates.
+Measured on 2 cores of an AMD EPYC (AVX-512, bfloat16), torch 2.13, gymnasium 1.4, ale-py 0.12.1, and
+stable-baselines3 2.9.2, while twenty other processes wanted the two cores: read the ratios, not the rates.
 
                                        headrace    sb3 A2C     ratio   steps per CPU-second
     CartPole, 8 envs, rows               60,846      8,415     7.23x

@@ -1,37 +1,37 @@
 """How fast do shuffled batches come from .npy files that are not in the page cache, and at what CPU?
 
-Command: ``python benchmarks/bench_buffer.py --folder /path/on/the/disk [--rows 600000] [--seconds 4]``
+Command: ``python benchmarks/bench_buffer.py --folder /path/on/the/disk --rows 4000000 [--seconds 4] [--disk | --warm]``
 
-Rows are 3072 bytes of uint8 (a 32×32 colour image) with an int64 label; batches have 256 rows. Before every
-measurement the files are pushed out of the page cache (posix_fadvise DONTNEED after fsync), so sizes below
-memory stand for sizes beyond it during the first pass. Each side runs for ``--seconds`` or one pass, in
-turn, twice; the better of the two counts. CPU time is of the process and its children. ``dd iflag=direct
-bs=4M`` bounds them all.
+Rows are 3072 bytes of uint8 (a 32×32 colour image) with an int64 label; batches have 256 rows, buffers 256 MiB. Every
+side runs in a process of its own, for ``--seconds`` after a second that does not count, in turn. Before each, the files
+are pushed out of the page cache (fsync, posix_fadvise DONTNEED; mincore says whether it worked). Four million rows are
+12.3 GB, more than any side reads in that time, so none meets a page twice. CPU time is of the process and its children.
 
-Two shared cores under a load average of 28 (other programs; so rates are low and CPU times are what to compare),
-virtual disk, 600,000 rows = 1.8 GB, Python 3.11, torch 2.13 CPU, torchdata 0.11, SPDL 0.8; FFCV did not install.
-Cold, ``--seconds 2``; dd iflag=direct 2003 MB/s:
+``--disk``: the loader alone (and with shuffled batches) against ``dd iflag=direct bs=4M``, dd, loader, dd in turn; both
+pass the page cache by. Two cores that seven other programs shared (load average 6 to 18), Python 3.11, torch 2.13 CPU:
+
+| side | of dd's rate, medians of two runs of the command | CPU µs a row |
+| buffers alone | 187 %, 216 % (single measurements 152 to 279 %) | 0.23 |
+| shuffled batches | 188 %, 90 % (63 to 197 %) | 0.55, 0.61 |
+
+dd has one read under way, the loader eight. Cold, 4,000,000 rows, ``--seconds 3``, load average 18, torchdata 0.11, SPDL 0.8:
 
 | side | samples/s | of dd's rate | CPU µs each | first side is faster by |
-| headrace, direct | 117,095 | 18% | 1.44 | 1.00 × |
-| headrace, page cache | 141,388 | 22% | 2.86 | 0.83 × |
-| headrace, buffers alone | 211,258 | 32% | 0.58 | 0.55 × |
-| headrace, direct, rounds=4 | 259,430 | 40% | 0.92 | 0.45 × |
-| batched memmap | 5,482 | 1% | 27.22 | 21.36 × |
-| torchdata.nodes, batched memmap | 44,846 | 7% | 5.32 | 2.61 × |
-| SPDL, batched memmap | 29,429 | 5% | 8.67 | 3.98 × |
-| DataLoader, 2 workers | 1,407 | 0% | 139.91 | 83.20 × |
+| headrace, direct | 425,203 | 103% | 0.73 | 1.00 × |
+| headrace, buffers alone | 878,294 | 213% | 0.23 | 0.48 × |
+| batched memmap | 239 | 0% | 879.25 | 1782.54 × |
+| torchdata.nodes, batched memmap | 669 | 0% | 405.39 | 636.00 × |
+| SPDL, batched memmap | 321 | 0% | 723.24 | 1325.88 × |
+| DataLoader, 2 workers | 273 | 0% | 1268.34 | 1558.54 × |
 
-``--warm``, everything in the page cache:
+The others' maps are read ahead by 128 kB for each row of 3 kB, and every row is a seek; on a busy machine that
+costs them more than on a quiet one. FFCV (built against OpenCV) was measured once, on 1.8 GB in its own format, load
+average 25: 970,788 samples/s at 0.75 µs of CPU against 608,354 at 0.55, that is 0.63 ×, in wall time that says little
+on such a machine.
 
-| headrace, in memory | 215,925 | | 1.44 | 1.00 × |
-| batched memmap | 157,171 | | 1.89 | 1.37 × |
-| torchdata.nodes, batched memmap, 4 threads | 698,866 | | 1.31 | 0.31 × |
-| SPDL, batched memmap, 4 threads | 314,762 | | 2.39 | 0.69 × |
-
-Threads that prefetch win a warm race that nobody trains in: the loader gathers when it is asked, and takes the same
-CPU. Reading alone has come to 85 % of dd's rate in the same run with blocks of 3 MB (1350 of 1590 MB/s), never to the
-90 % hoped for; a quiet machine was not to be had.
+``--warm`` (everything in the page cache), 600,000 rows, load average 25, medians of two that spread six-fold in wall
+time: in memory 277,596 samples/s at 0.41 µs of CPU, batched memmap 190,108 at 0.58 (1.4 × the CPU); torchdata.nodes 1.11
+and SPDL 2.0 to 2.3 µs. Their threads prefetch: on idle cores that wins a race in which nobody trains.
 """
 
 from __future__ import annotations

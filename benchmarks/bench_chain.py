@@ -7,25 +7,19 @@ the batch and calls backward and `torch.optim.SGD`; `loader` is the usual loop o
 `TensorDataset`, whose workers would only add to its time at this size. Sides are timed in turn, round by
 round, and the best round of each counts: a shared machine only ever makes a round slower.
 
-2 cores of a virtual Sapphire Rapids server (AVX-512, 155 GFLOP/s a core), torch 2.13.0, numba 0.68:
+One core of a Zen 5 that others used too, by processor time (``--cpu-time``), torch 2.13.0, numba 0.68; torch's own
+products make 106 GFLOP/s there, since MKL keeps to half-wide vectors on this processor:
 
     threads  batch  autograd/s   loader/s    chain/s  ×autograd  ×loader  of GEMM rate
-          1      1       1090       1029       4698       4.31     4.56       0.10
-          1      4       3776       3553       9981       2.64     2.81       0.21
-          1     16      10981      10438      20818       1.90     1.99       0.45
-          1     64      24214      22429      33367       1.38     1.49       0.72
-          1    256      32772      28553      39078       1.19     1.37       0.84
-          1   1024      34041      30909      39064       1.15     1.26       0.84
-          2      1       1495       1360       4543       3.04     3.34       0.05
-          2      4       4745       4433       9886       2.08     2.23       0.11
-          2     16      14026      13004      24900       1.78     1.91       0.27
-          2     64      34489      30247      49844       1.45     1.65       0.53
-          2    256      56302      45643      67626       1.20     1.48       0.72
-          2   1024      61597      50171      71883       1.17     1.43       0.96
+          1      1        2478       2270      15957       6.44     7.03       0.48
+          1      4        4501       4122      14944       3.32     3.63       0.46
+          1     16       13678      11872      51529       3.77     4.34       1.58
+          1     64       20022      18279      63545       3.17     3.48       2.01
+          1    256       25553      23373      60327       2.36     2.58       1.86
 
-What is missing to the matrix rate at small batches is MKL's product with a transposed right side (``x Wᵀ``):
-at 16 rows it runs at 85 GFLOP/s where ``delta W`` reaches 160. Writing its output column by column makes it
-run at 122, and costs as much again in the activation that follows (+5 % at 16 rows, -5 % at 64).
+Compiled steps use one thread, whatever ``threads`` says. Without numba the steps are products of torch: on a virtual
+Sapphire Rapids (155 GFLOP/s a core) those made 4.3, 2.6, 1.9, 1.4 and 1.2 times autograd's rows at these batches,
+and 0.45 of the matrix rate at 16 rows, where MKL's product with a transposed right side runs at half the rate.
 """
 
 from __future__ import annotations
@@ -44,6 +38,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from headrace.engine.chain import Chain
 
 WIDTHS = (54, 512, 512, 512, 2)
+CLOCK: list[Callable[[], float]] = [time.perf_counter]
 
 
 def network() -> nn.Sequential:
@@ -67,10 +62,10 @@ def gemm_rate(n: int = 1024) -> float:
 
 
 def timed(act: Callable[[], object], times: int) -> float:
-    start = time.perf_counter()
+    start = CLOCK[0]()
     for _ in range(times):
         act()
-    return (time.perf_counter() - start) / times
+    return (CLOCK[0]() - start) / times
 
 
 def sides(b: int, rows: int) -> dict[str, Callable[[], int]]:
@@ -113,10 +108,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 64, 256, 1024])
+    parser.add_argument(
+        "--cpu-time",
+        action="store_true",
+        help="one thread's processor time: for a machine that others use too",
+    )
     args = parser.parse_args()
+    if args.cpu_time:
+        CLOCK[0] = time.thread_time
     rounds = 3 if args.quick else 6
     print("threads  batch  autograd/s   loader/s    chain/s  ×autograd  ×loader  of GEMM rate")
-    for threads in (1, 2):
+    for threads in (1,) if args.cpu_time else (1, 2):
         torch.set_num_threads(threads)
         for b in args.batches:
             rate = gemm_rate()
@@ -126,9 +128,9 @@ def main() -> None:
                 act()
             for _ in range(rounds):
                 for name, act in acts.items():
-                    start = time.perf_counter()
+                    start = CLOCK[0]()
                     used = act()
-                    best[name] = min(best[name], (time.perf_counter() - start) / used)
+                    best[name] = min(best[name], (CLOCK[0]() - start) / used)
             share = flops(b) / b / best["chain"] / rate
             print(
                 f"{threads:7d} {b:6d} "

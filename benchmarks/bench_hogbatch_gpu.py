@@ -8,9 +8,10 @@ rows, looked at between epochs off the clock, and interpolated. Each number is p
 that fails prints its traceback and leaves the others alone.
 
 Parts: `eager`, the usual loop (a DataLoader, autograd, `torch.optim.SGD`, batch 64), whose time to 0.10 is the
-updates that the GPU worker alone needed (or, where it did not get there, had made by the compared loss) divided by the
-loop's updates per second; `hogbatch`, the GPU worker alone and with the cores at batch 64; `large`, the same at batch
-512; `cores`, all CPU workers against one; `merging`, the GPU worker with merges and without; `auto`, the trial.
+updates that the GPU worker alone needed (or, where it did not get there, had made by the compared loss) divided by
+the loop's updates per second; `hogbatch`, the GPU worker alone and with the cores at batch 64; `large`, the same at
+batch 512; `cores`, all CPU workers against one; `merging`, the GPU worker with merges and without; `auto`, the trial;
+`big`, parameters of 210 MB.
 
 ``--quick`` takes about half a minute: the GPU worker alone gets 4 s at batch 64, and the cores and the GPU are timed to
 the loss that it reached. ``--standin`` replaces the GPU by a CPU core, to try the script; its numbers mean nothing.
@@ -29,6 +30,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import nn
 
 from headrace.engine.hogbatch import HogbatchOptions, Observer, OptimiserSpec, run_hogbatch
@@ -206,6 +209,22 @@ class Bench:
                 f"GPU alone, batch 64, merging every {steps}: {rates[steps]:.0f} updates/s, cost {cost:.1%} (≤ 5 %)"
             )
 
+    def big(self) -> None:
+        """210 MB of parameters: exchanges take a tenth of a second each, and the steps must not wait for them."""
+        wide, size = (7000, 7500) if not self.args.standin else (700, 750)
+        g = torch.Generator().manual_seed(0)
+        x, y = torch.randn(2048, wide, generator=g), torch.randint(0, 2, (2048,), generator=g)
+        rates = {}
+        for steps in (1_000_000, 8):
+            module = nn.Sequential(nn.Linear(wide, size), nn.ReLU(), nn.Linear(size, 2))
+            options = self.options(64, 0.01, steps, 0, seconds=2 * self.args.cores_s)
+            result = run_hogbatch(module, {"x": x, "y": y}, F.cross_entropy, options)
+            rates[steps] = result.updates / result.seconds
+            merges = sum(w.merges for w in result.workers) / result.seconds
+            cost = 1 - rates[steps] / rates[1_000_000]
+            say(f"210 MB of parameters, merging every {steps}: {rates[steps]:.0f} updates/s, {merges:.1f} merges/s, "
+                f"cost {cost:.1%}")  # fmt: skip
+
     def auto(self) -> None:
         """What the trial chooses."""
         choices = candidates(self.options(512, 0.4, 8, 0, algorithm="hogbatch"), cores(), 1)
@@ -230,7 +249,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float)
     parser.add_argument("--target", type=float, default=0.10)
     parser.add_argument("--standin", action="store_true")
-    parts = ("eager", "cores", "hogbatch", "merging", "auto", "large")
+    parts = ("eager", "cores", "hogbatch", "merging", "auto", "large", "big")
     parser.add_argument("--only", nargs="+", choices=parts, default=parts)
     args = parser.parse_args()
     args.seconds = args.seconds or (4.0 if args.quick else 40.0)

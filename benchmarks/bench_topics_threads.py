@@ -56,7 +56,7 @@ def main() -> None:
     options = parser.parse_args()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if options.quick:
-        options.documents, options.rounds = options.documents or 8000, 1
+        options.documents, options.rounds = options.documents or 6000, 1
     # Two cores of a large machine are left to whatever else runs there.
     jobs = options.jobs or [1, cores - 2 if cores > 4 else cores]
     train, held_out = split(read(options.data))

@@ -210,7 +210,10 @@ def test_layout_of_dense_models_is_left_alone() -> None:
         (TWO_CORES, {"batch_size": 1}, "plain", "contiguous"),
         (TWO_CORES, {"batch_size": 64}, "library", "channels_last"),
         (TWO_CORES, {"batch_size": 1, "bf16": True}, "library", "channels_last"),
-        (H200, {"batch_size": 1}, "library", "contiguous"),
+        (H200, {"batch_size": 1}, "tuned", "contiguous"),
+        (H200, {"batch_size": 64, "updates": None, "bf16": True}, "tuned", "channels_last"),
+        (H200, {"batch_size": 64, "updates": 200}, "library", "contiguous"),
+        (H200, {"batch_size": 64, "deterministic": True}, "library", "contiguous"),
     ],
 )
 def test_small_updates_on_cores_take_plain_convolutions(

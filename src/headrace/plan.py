@@ -33,6 +33,7 @@ COMPILE_GAIN = 0.28
 THREAD_WORK_S = 100e-6
 """One-core work per step below which a second thread only waits: on two cores a LeNet step of one example
 (0.14 ms by this file's estimate) gained nothing, 16 examples (0.4 ms) gained 1.2 ×, 64 gained 1.6 ×."""
+TUNED_UPDATES = 1000  # trying kernels was guessed to take a second; a captured step takes under one ms
 PLAIN_CONVOLUTION_FLOPS = 8e6
 """Of one update, below which torch's plain convolutions beat oneDNN's. LeNets on images of 8, 28 and 32 pixels, one
 core: 1.55 to 2.25 × as fast at batch 1, 1.2 × at 10e6 operations, even at 13e6 to 20e6, half as fast far above."""
@@ -202,9 +203,18 @@ def compile_pays(hardware: Hardware, workload: Workload) -> tuple[bool, str]:
 
 
 def choose_convolutions(hardware: Hardware, workload: Workload) -> Decision:
-    """Which convolutions: the library's, or torch's plain ones, which begin sooner and compute slower."""
-    if workload.bf16 or _accelerator(hardware, workload) is not None:
-        return _decide("convolutions", "library", "the device's own library has them")
+    """Which convolutions: the library's, or torch's plain ones, which begin sooner and compute slower.
+
+    "tuned" lets the accelerator's library try its kernels on each shape and keep the fastest.
+    """
+    if _accelerator(hardware, workload) is not None:
+        if workload.deterministic:
+            return _decide("convolutions", "library", "deterministic=True keeps to fixed kernels")
+        if workload.updates is not None and workload.updates < TUNED_UPDATES:
+            return _decide("convolutions", "library", "the run is too short to try cuDNN's kernels")
+        return _decide("convolutions", "tuned", "cuDNN tries its kernels on each shape and keeps the fastest")
+    if workload.bf16:
+        return _decide("convolutions", "library", "torch's plain ones know no bf16")
     if workload.flops >= PLAIN_CONVOLUTION_FLOPS:
         return _decide("convolutions", "library", "one update is work enough for oneDNN's kernels")
     return _decide(

@@ -17,7 +17,7 @@ from torch import nn
 
 from headrace.cluster.compress import Compressor, Packed
 from headrace.cluster.connect import reach, version_differences
-from headrace.cluster.fit import check_fits, on_each_machine
+from headrace.cluster.fit import check_fits, histogram, on_each_machine
 from headrace.cluster.holder import Holder, shard_bounds
 from headrace.cluster.layout import Layout
 from headrace.cluster.machine import Apply, Key
@@ -193,6 +193,11 @@ def test_workers_beside_a_cluster_are_what_each_machine_runs_on() -> None:
             on_each_machine(two, FitOptions(workers=wrong))
     with pytest.raises(OptionError, match="balanced"):
         on_each_machine(ClusterOptions(workers=2, cores=2), FitOptions(order="balanced"))
+
+
+def test_ages_of_pushes_are_counted_in_the_reports_buckets() -> None:
+    assert histogram({}) == [0]
+    assert histogram({0: 5, 1: 4, 2: 3, 3: 2, 4: 1, 7: 1}) == [5, 4, 5, 2]
 
 
 def test_an_address_that_does_not_answer_says_what_was_tried() -> None:

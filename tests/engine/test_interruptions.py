@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,8 +18,8 @@ import torch
 from torch import nn
 
 import headrace as hr
-from headrace.engine import checkpoint
-from headrace.errors import ModelError, RunFolderError
+from headrace.engine import checkpoint, session
+from headrace.errors import CheckpointError, ModelError, RunFolderError
 
 SCRIPT = """
 import sys, torch
@@ -137,6 +138,28 @@ def test_a_damaged_checkpoint_is_said_and_the_one_before_is_used(tmp_path: Path)
     with pytest.warns(UserWarning, match=f"{newest.name} is damaged"):
         run = hr.fit(network(), data(), **settings, resume=True)
     assert run.steps == 12
+
+
+def test_a_checkpoint_that_fails_under_way_is_said_and_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, asked = checkpoint.save_checkpoint, []
+
+    def full_at_first(folder: Path, step: int, state: dict[str, Any]) -> Path:
+        asked.append(step)
+        if len(asked) == 2:
+            raise CheckpointError(
+                "378,013 bytes are needed and 352,256 are free; what was saved before is intact"
+            )
+        return real(folder, step, state)
+
+    monkeypatch.setattr(checkpoint, "save_checkpoint", full_at_first)
+    monkeypatch.setattr(session, "SAVING_SHARE", 1e9)
+    settings = {"lr": 0.1, "epochs": 2, "progress": False, "tensorboard": False, "checkpoint_s": 0.0}
+    with pytest.warns(UserWarning, match=r"378,013 bytes are needed .* is intact; training goes on"):
+        run = hr.fit(network(), data(), **settings, out=tmp_path / "run")
+    assert run.steps == 12 and asked[-1] == 12
+    assert "checkpoint failed" in (tmp_path / "run" / "timeline.json").read_text()
 
 
 def test_a_resume_with_other_settings_names_them(tmp_path: Path) -> None:

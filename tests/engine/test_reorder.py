@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import headrace as hr
+from headrace.engine import pools
 from headrace.engine.pools import PoolOfFewChannels
 from headrace.engine.reorder import pools_first
 
@@ -103,7 +104,10 @@ def test_plain_convolutions_take_the_same_updates_and_are_switched_back() -> Non
 
 @pytest.mark.parametrize("channels", [1, 3, 6, 15, 16])
 @pytest.mark.parametrize("behind", [nn.Identity, lambda: nn.ReLU(inplace=True)])
-def test_pools_of_few_channels_equal_torchs_to_the_last_bit(channels: int, behind) -> None:
+def test_pools_of_few_channels_equal_torchs_to_the_last_bit(
+    channels: int, behind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pools, "LEAST_NUMBERS", 1)
     pool = nn.MaxPool2d(2)
     assert PoolOfFewChannels.replaces(pool)
     x = torch.randn(5, channels, 12, 10, generator=torch.Generator().manual_seed(1))
@@ -111,12 +115,15 @@ def test_pools_of_few_channels_equal_torchs_to_the_last_bit(channels: int, behin
     x[0, 0, 0, 0] = torch.inf
     x = x.contiguous(memory_format=torch.channels_last)
     weights = torch.randn(5, channels, 6, 5)
-    found = []
+    found, names = [], []
     for layer in (pool, PoolOfFewChannels(pool)):
         mine = x.clone(memory_format=torch.preserve_format).requires_grad_()
-        output = behind()(layer(mine))
+        pooled = layer(mine)
+        names.append(type(pooled.grad_fn).__name__)
+        output = behind()(pooled)
         output.mul(weights).sum().backward()
         found.append((output.detach(), mine.grad))
+    assert ("TwoPasses" in names[1]) == (channels < 16) and "TwoPasses" not in names[0]
     assert torch.equal(found[0][0], found[1][0])
     assert torch.equal(found[0][1], found[1][1])
 
@@ -134,12 +141,28 @@ def test_other_pools_are_left_alone(other: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 7, 8), (2, 3, 8, 9), (0, 3, 4, 4), (3, 4, 4)])
-def test_images_that_do_not_fit_go_to_torchs_pool(shape: tuple[int, ...]) -> None:
-    x = torch.randn(*shape)
-    assert torch.equal(PoolOfFewChannels(nn.MaxPool2d(2))(x), nn.functional.max_pool2d(x, 2))
+def test_images_that_do_not_fit_go_to_torchs_pool(
+    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pools, "LEAST_NUMBERS", 1)
+    x = torch.randn(*shape, requires_grad=True)
+    pooled = PoolOfFewChannels(nn.MaxPool2d(2))(x)
+    assert torch.equal(pooled, nn.functional.max_pool2d(x, 2))
+    assert "TwoPasses" not in type(pooled.grad_fn).__name__
 
 
-def test_a_network_with_two_passes_trains_as_with_torchs_pools() -> None:
+def test_few_images_go_to_torchs_pool() -> None:
+    few, many = (
+        torch.randn(n, 6, 28, 28, requires_grad=True).contiguous(memory_format=torch.channels_last)
+        for n in (16, 64)
+    )
+    pool = PoolOfFewChannels(nn.MaxPool2d(2))
+    assert "TwoPasses" not in type(pool(few).grad_fn).__name__
+    assert "TwoPasses" in type(pool(many).grad_fn).__name__
+
+
+def test_a_network_with_two_passes_trains_as_with_torchs_pools(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pools, "LEAST_NUMBERS", 1)
     torch.manual_seed(0)
     module = nn.Sequential(nn.Conv2d(1, 6, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(216, 3))
     module.to(memory_format=torch.channels_last)

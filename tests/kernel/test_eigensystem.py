@@ -11,7 +11,9 @@ from headrace import KernelRegressor
 from headrace.kernel import eigensystem
 from headrace.kernel.eigensystem import leading_eigenpairs
 from headrace.kernel.fitting import fit_rows
+from headrace.kernel.formulas import directions_for_batch
 from headrace.kernel.inputs import merge_copies, row_keys
+from headrace.kernel.precondition import wanted_directions
 
 
 def kernel_matrix(rows: int) -> torch.Tensor:
@@ -83,3 +85,16 @@ def test_keys_do_not_depend_on_layout_dtype_or_device() -> None:
     assert keys[0] == keys[-1] and len(np.unique(keys)) == len(np.unique(X, axis=0))
     merged = merge_copies(torch.from_numpy(X), np.zeros((4000, 1)), None)
     assert merged.copies == 4000 - len(np.unique(X, axis=0))
+
+
+def test_one_eigenvalue_far_above_the_others_does_not_leave_the_batch_unused() -> None:
+    assert wanted_directions(np.array([0.1, *[1e-4] * 300]), 500, peak=1.0) == 2
+    slow = np.array([0.1 * 0.97**i for i in range(300)])
+    assert wanted_directions(slow, 500, peak=1.0) == directions_for_batch(slow, 500)
+    random = np.random.RandomState(0)
+    X = random.randn(3000, 50)
+    model = KernelRegressor(
+        "laplacian", bandwidth=5.0, batch_size=500, epochs=20, tol=0, momentum=False, verbose=False
+    ).fit(X, X[:, 0])
+    assert model.plan_["batch"] > 250  # 8 without the second direction
+    assert model.model_.halvings == 0 and model.residuals_[-1] < 0.05

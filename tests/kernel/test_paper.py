@@ -27,6 +27,7 @@ def test_adapting_moves_the_critical_batch(monkeypatch: pytest.MonkeyPatch) -> N
     original, adapted = critical_batches(split, target=0.3, seconds=1e9, seeds=1)
     assert adapted.critical > 5 * original.critical
     assert adapted.points[64][0]["epochs"] < 0.5 * original.points[64][0]["epochs"]
+    assert all(point["seconds"] > 0 for curve in (original, adapted) for [point] in curve.points.values())
 
 
 def test_a_page_is_written_without_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

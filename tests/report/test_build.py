@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import html
 import json
 import re
@@ -228,6 +229,17 @@ def test_chromium_draws_every_plot_without_a_network(tmp_path: Path) -> None:
     assert body.count('class="trace bars') == traces.count("bar") > 0
     assert body.count('class="point"') > 0
     assert "learning rate" in body and "seconds since the start" in body
+
+
+def test_what_was_not_measured_is_said_and_is_no_zero(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    rates = {f.name: 0.0 for f in dataclasses.fields(Hardware) if f.name.endswith(("_flops", "_per_s"))}
+    run.write_hardware(dataclasses.replace(HARDWARE, **rates))
+    words = re.sub(
+        r"<[^>]*>", " ", write_report([run.path]).read_text(encoding="utf-8").split("The machine")[1]
+    )
+    assert words.count("not measured") == 5
+    assert not re.search(r"\b0 (GFLOP|GB|reads)", words)
 
 
 def test_measurements_are_the_numbers_that_are_not_coordinates() -> None:

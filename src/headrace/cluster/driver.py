@@ -28,6 +28,8 @@ from headrace.errors import DeviceError, HeadraceError, WorkerError
 from headrace.types import Decision
 
 POLL_S = 0.2
+SLOWEST_POLL_S = 1.0
+"""Looks get rarer in a longer run: on a small machine each costs the master's process some milliseconds."""
 
 
 class Observer:
@@ -117,6 +119,7 @@ class _Driver:
         self.notes: list[str] = []
         self.plan: list[Decision] = []
         self.stopping, self.may_choose = False, False
+        self.began_s = 0.0
         self.orders: Any = None
         self.job_ref: Any = None
         self.cpu_s = 0.0
@@ -127,7 +130,7 @@ class _Driver:
         self.shards: list[Any] = []
 
     def run(self) -> ClusterResult:
-        began_s = time.monotonic()
+        began_s = self.began_s = time.monotonic()
         self._start_master()
         self._name_workers()
         self._look_at_nodes()
@@ -264,7 +267,8 @@ class _Driver:
     # ------------------------------------------------------------------ while it runs
 
     def _hear(self) -> None:
-        done, _ = self.ray.wait(list(self.running), num_returns=1, timeout=POLL_S)
+        poll_s = min(SLOWEST_POLL_S, max(POLL_S, 0.02 * (time.monotonic() - self.began_s)))
+        done, _ = self.ray.wait(list(self.running), num_returns=1, timeout=poll_s)
         for ref in done:
             name = self.running.pop(ref)
             try:

@@ -237,10 +237,7 @@ class Watcher(Observer):
             "seconds": self.records.seconds,
             "examples": status["rows"],
             "loss": loss,
-            # How many pushes had missed 0, 1, 2, ... versions: the report's histogram.
-            "staleness": [
-                status["staleness"].get(age, 0) for age in range(max(status["staleness"], default=0) + 1)
-            ],
+            "staleness": histogram(status["staleness"]),
         }
         if self.basis.validation is not None:
             self.layout.scatter(vector())
@@ -250,3 +247,11 @@ class Watcher(Observer):
         self.records.metrics(row)
         self.best.observe(loss)
         self.why = self.rules.after_loss(loss) or self.rules.after_pass(passes, self.best)
+
+
+def histogram(ages: Mapping[int, int]) -> list[int]:
+    """Pushes that missed no version, 1, 2 to 3, 4 to 7, ...: as the report draws staleness."""
+    counts = [0] * (max(ages, default=0).bit_length() + 1)
+    for age, count in ages.items():
+        counts[age.bit_length()] += count
+    return counts

@@ -28,7 +28,7 @@ from headrace.engine.hogbatch import (
 )
 from headrace.engine.hogbatch.options import ALGORITHMS
 from headrace.engine.hogbatch.shared import staleness_labels
-from headrace.engine.hogbatch.trial import Verdict
+from headrace.engine.hogbatch.trial import Verdict, cores_beside
 from headrace.engine.loader import Loader
 from headrace.engine.optimizers import USUAL_LR
 from headrace.engine.options import FitOptions
@@ -54,8 +54,10 @@ def worker_options(workers: Any) -> dict[str, Any]:
     if isinstance(workers, str):
         if workers not in ALGORITHMS:
             raise unknown("workers", workers, ("auto", "single", *ALGORITHMS))
-        counts: dict[str, Any] = {"cpu": 0 if workers == "minibatch" else max(1, usable_cores())}
+        cores = max(1, usable_cores())
+        counts: dict[str, Any] = {"cpu": cores}
         if workers != "hogwild":
+            counts["cpu"] = 0 if workers == "minibatch" else cores_beside(cores, 1)
             counts["cuda"] = max(1, torch.cuda.device_count() if torch.cuda.is_available() else 1)
         return {**counts, "algorithm": workers}
     if not isinstance(workers, Mapping):

@@ -331,6 +331,8 @@ class _Fitting:
         layout, convolutions = choose_layout(hardware, workload), choose_convolutions(hardware, workload)
         for d in (layout, convolutions) if workload.convolutions else (layout,):
             self.decide(d.name, d.value, d.reason)
+        if workload.convolutions and convolutions.value == "tuned":
+            torch.backends.cudnn.benchmark = True  # `_torch_settings` puts back what was there
         if layout.value == "channels_last":
             task.module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         on_cores = layout.value == "channels_last" and task.device.type == "cpu"

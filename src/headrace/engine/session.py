@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -365,6 +366,7 @@ class Session:
                 if final:
                     raise
                 self.records.instant("checkpoint failed", str(error))
+                warnings.warn(f"{error}; training goes on", stacklevel=2)
         cost = time.perf_counter() - started
         self.saved_step = self.at.step
         self.next_save_s = self.records.seconds + max(self.parts.options.checkpoint_s, cost / SAVING_SHARE)

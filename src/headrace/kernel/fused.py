@@ -20,7 +20,7 @@ Tested against torch by Triton's interpreter on the CPU (tests/kernel/test_fused
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -34,7 +34,7 @@ WIDTH = 64
 HALF_M, HALF_N, HALF_WARPS, HALF_STAGES = 64, 128, 4, 4
 GROUP = 8
 """Row tiles that run beside one another in `kernel_block`, to share centres in the second-level cache."""
-MOST_OUTPUTS = 64
+WIDE = 64
 SCALED_BITS = 10
 """The largest weight is scaled to about 2 to this power, far from float16's ends."""
 
@@ -306,6 +306,10 @@ def fused_multiply(
     """``into`` + K(left, right)·weights for at most 64 outputs; works in place on ``into``."""
     m, n = len(left), len(right)
     halves, top = split_weights(weights_nc)
+    if halves.shape[1] > WIDE:
+        tiles = replace(
+            tiles, n=min(tiles.n, 128)
+        )  # measured with few outputs; many take registers and memory
     grid_m = triton.cdiv(m, tiles.m)
     splits = splits_for(grid_m, triton.cdiv(n, tiles.n), into_mc.device)
     _multiply_kernel[(grid_m, splits)](

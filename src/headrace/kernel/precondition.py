@@ -21,6 +21,7 @@ from headrace.errors import ModelError
 from headrace.kernel.eigensystem import leading_eigenpairs
 from headrace.kernel.formulas import (
     EXPONENT,
+    critical_batch,
     damped_top,
     damping,
     directions_for_batch,
@@ -117,7 +118,7 @@ def build_preconditioner(
     precision = PRECISION_UNITS * torch.finfo(operands.dtype).eps
     q = directions_for_precision(eigenvalues, precision)
     if not deterministic:
-        q = min(q, directions_for_batch(eigenvalues, batch, peak=first_peak, exponent=exponent, shift=shift))
+        q = min(q, wanted_directions(eigenvalues, batch, peak=first_peak, shift=shift))
     q = min(q, vectors.shape[1])
     factors = damping(eigenvalues, q, exponent=exponent, shift=shift)
     vectors = vectors[:, : q - 1]
@@ -135,6 +136,19 @@ def build_preconditioner(
         peak=deflated_peak(product, vectors, coefficients, diagonal_n, row_weights_n) + ridge,
         first_peak=first_peak + ridge,
     )
+
+
+def wanted_directions(
+    eigenvalues: NDArray[np.float64], batch: int, *, peak: float, shift: float = 0.0
+) -> int:
+    """The paper's q; one more where the spectrum falls so steeply that q leaves half of the batch unused.
+
+    One eigenvalue of 0.1 above many of 1e-4 has q = 1 for any batch below thousands: nothing would be flattened, and
+    batches of 8 would do. Flattening it to the next one is as safe: the batch stays what the subsample bears.
+    """
+    q = directions_for_batch(eigenvalues, batch, peak=peak, shift=shift)
+    reached = critical_batch(damped_top(eigenvalues, q, shift=shift), peak)
+    return q + 1 if 2 * reached < batch and q < len(eigenvalues) else q
 
 
 def count_for_batch(samples: int, batch: int) -> int:

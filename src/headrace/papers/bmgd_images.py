@@ -298,7 +298,7 @@ class Training:
             logits = torch.cat([self.model(as_input(part)) for part in x.split(1000)])
         self.points.append(
             {
-                "step": self.steps, "loads": self.loads, "seconds": self.clock.start_s + self.used_s,
+                "step": self.steps, "loads": self.loads + 1, "seconds": self.clock.start_s + self.used_s,
                 "loss": float(nn.functional.cross_entropy(logits, y)),
                 "accuracy": float((logits.argmax(1) == y).double().mean()),
             }

@@ -106,7 +106,9 @@ def _curves(page: Page, numbers: dict[str, Any]) -> None:
         f"{numbers['topics']} topics, one thread, one seed; mini-batches of 256 (collapsed: 32), offset "
         "10, decay 0.7. Each point is the log likelihood "
         "per word of the second half of held-out documents, given the first half: higher "
-        "is better. All libraries are judged by the same code under their own priors. Time is CPU time of learning."
+        "is better. All libraries are judged by the same code under their own priors. Time is CPU time of learning. "
+        "On documents drawn from the model itself (synthetic) collapsed learning is best early and then overfits, "
+        "which held_out= shows; on real documents it was not seen to."
     )
     if numbers["missing"]:
         page.text(f"Not installed here and left out: {', '.join(numbers['missing'])}.")
@@ -223,7 +225,7 @@ def _machines(page: Page, found: dict[str, Any]) -> None:
 
 
 def speed_up(found: dict[str, Any]) -> tuple[float, list[float | None]]:
-    """The likelihood that one machine reaches in nine tenths of its way, and how much sooner several reach it."""
+    """The likelihood that one machine reaches in four fifths of its way, and how much sooner several reach it."""
     means = {
         count: [
             {**place[0], "likelihood": float(np.mean([point["likelihood"] for point in place]))}
@@ -232,7 +234,7 @@ def speed_up(found: dict[str, Any]) -> tuple[float, list[float | None]]:
         for count, runs in found.items()
     }
     one = [point["likelihood"] for point in next(iter(means.values()))]
-    level = one[0] + 0.9 * (max(one) - one[0])
+    level = one[0] + 0.8 * (max(one) - one[0])
     takes = [needed(points, level, "documents") for points in means.values()]
     return level, [None if take is None or takes[0] is None else takes[0] / take for take in takes]
 

@@ -105,7 +105,7 @@ def threads(train: Any, held_out: Any, topics: int, seed: int, jobs: int, passes
     return points
 
 
-def machines(train: Any, held_out: Any, topics: int, seed: int, workers: int, rounds: int = 12) -> Curve:
+def machines(train: Any, held_out: Any, topics: int, seed: int, workers: int, rounds: int = 24) -> Curve:
     """Machines in turn in this process: each pulls, learns its share of a round, and pushes a map.
 
     All machines of a round pull before any of them pushes, which is the staleness of a real cluster. The
@@ -117,7 +117,7 @@ def machines(train: Any, held_out: Any, topics: int, seed: int, workers: int, ro
     start = np.random.RandomState(seed).gamma(100.0, 0.01, (topics, train.shape[1]))
     tasks = [TopicTask(start, settings, train.shape[0]) for _ in range(workers)]
     values = tasks[0].parameters()["topics"].numpy()
-    share = max(64, train.shape[0] // 8)
+    share = max(64, train.shape[0] // 16)
     corpus, at, points, step = corpus_of(train), 0, [], 1
     for number in range(1, rounds + 1):
         for task in tasks:

@@ -29,7 +29,7 @@ MOST_EPOCHS = 300
 
 @dataclass(kw_only=True)
 class Curve:
-    """Epochs and iterations to the target for each batch size, one entry for each seed."""
+    """Epochs, iterations and seconds of CPU to the target for each batch size, one entry for each seed."""
 
     name: str
     directions: int
@@ -91,6 +91,7 @@ def _to_target(
 ) -> dict[str, float]:
     weights = torch.zeros_like(targets)
     expansion = Expansion([Part(product=product, weights_pc=weights, start=0)])
+    begun = time.process_time()
     outcome = solve(
         Problem(
             expansion=expansion, targets_nc=targets, loss=find_loss("squared", targets.shape[1]), cache=cache
@@ -109,7 +110,8 @@ def _to_target(
     before, after = residuals[-2], residuals[-1]
     part = 1.0 if after >= before else np.log(before / target) / np.log(before / after)
     epochs = max(0.05, outcome.epochs - 1 + min(1.0, float(part)))
-    return {"epochs": epochs, "iterations": epochs * -(-product.rows // batch)}
+    seconds = (time.process_time() - begun) * epochs / outcome.epochs
+    return {"epochs": epochs, "iterations": epochs * -(-product.rows // batch), "seconds": seconds}
 
 
 def paper_setting(split: Split) -> dict[str, Any]:

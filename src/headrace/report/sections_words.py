@@ -155,11 +155,18 @@ def _shown(read: Callable[[Hardware], str], hardware: Hardware) -> str:
         return "–"
 
 
+NOT_MEASURED = "not measured (headrace probe does)"
+
+
 def _flops(value: float) -> str:
+    if not value:
+        return NOT_MEASURED
     return f"{value / 1e12:.3g} TFLOP/s" if value >= 1e12 else f"{value / 1e9:.3g} GFLOP/s"
 
 
 def _bytes_per_s(value: float) -> str:
+    if not value:
+        return NOT_MEASURED
     return f"{value / 1e9:.3g} GB/s" if math.isfinite(value) else "–"
 
 
@@ -184,7 +191,7 @@ HARDWARE_ROWS: list[tuple[str, Callable[[Hardware], str], str]] = [
     ),
     (
         "disk, at random",
-        lambda h: f"{rate(h.disk_random_reads_per_s)} reads/s",
+        lambda h: f"{rate(h.disk_random_reads_per_s)} reads/s" if h.disk_random_reads_per_s else NOT_MEASURED,
         "Low means that examples should be read in ranges, not one by one.",
     ),
     ("accelerator", lambda h: h.accelerators[0].name, "The first device."),
@@ -216,7 +223,9 @@ HARDWARE_ROWS: list[tuple[str, Callable[[Hardware], str], str]] = [
     ),
     (
         "starting a kernel",
-        lambda h: f"{h.accelerators[0].launch_s * 1e6:.1f} µs",
+        lambda h: (
+            f"{h.accelerators[0].launch_s * 1e6:.1f} µs" if h.accelerators[0].launch_s else NOT_MEASURED
+        ),
         "High makes small steps slow; captured steps avoid it.",
     ),
     (

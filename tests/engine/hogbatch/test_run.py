@@ -322,6 +322,11 @@ def test_divergence_is_an_error() -> None:
         ({"merge_every": 0}, OptionError, "from 1 on"),
         ({"cpu_limits": (8, 4)}, OptionError, "smallest"),
         ({"alpha": 1.0}, OptionError, "above 1"),
+        ({"cpu": "two"}, OptionError, "whole number"),
+        ({"cpu": 1.5}, OptionError, "whole number"),
+        ({"cpu_limits": 8}, OptionError, "smallest and a largest"),
+        ({"staleness_bound": -3}, OptionError, "from 1 on"),
+        ({"hang_s": "long"}, OptionError, "above 0"),
     ],
 )
 def test_what_cannot_be_run_is_said_in_a_sentence(

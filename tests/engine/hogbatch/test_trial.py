@@ -25,7 +25,9 @@ def test_candidates_fit_the_machine() -> None:
     assert [o.cpu for o in candidates(options, 8, 0).values()] == [1, 8]
     with_gpu = candidates(options, 16, 1)
     assert {o.algorithm for o in with_gpu.values()} == {"hogwild", "minibatch", "hogbatch", "adaptive"}
-    assert max(o.cpu for o in with_gpu.values() if o.cuda) == 15
+    assert (
+        max(o.cpu for o in with_gpu.values() if o.cuda) == 14
+    )  # the device's thread, and the one that merges
 
 
 def test_several_workers_must_win_by_a_margin() -> None:

@@ -23,13 +23,14 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from headrace.engine.hogbatch.adaptive import step_scale
 from headrace.engine.hogbatch.coordinator import Grant
 from headrace.engine.hogbatch.links import CudaLink, HostLink, Link
 from headrace.engine.hogbatch.options import HogbatchOptions
 from headrace.engine.hogbatch.rows import Rows
 from headrace.engine.hogbatch.runner import Report, Work
 from headrace.engine.hogbatch.shared import BEAT, BUSY_NS, CANCEL, GRANT, MERGES, ROWS, UPDATES, flat
-from headrace.engine.hogbatch.steppers import make_stepper
+from headrace.engine.hogbatch.steppers import ChainStepper, make_stepper
 from headrace.engine.hogbatch.workers import Inbox, ThreadWorker
 
 PIECE = 1 << 20
@@ -180,6 +181,24 @@ class DeviceRunner:
         self._since_push = 0
         self._seen = 0
         self._marks: deque[object] = deque()
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Capture the step that the run begins with before training time does: a trial's turn is hardly longer."""
+        options, columns = self._options, self._columns
+        if self._link.device.type == "cpu" or not isinstance(self._stepper, ChainStepper):
+            return  # nothing to capture, or an optimiser, whose first step would leave its moments behind
+        batch = min(options.device_batch_size, len(self._order))
+        factor = options.schedule(0) if options.schedule else 1.0
+        lr = options.optimiser.lr * factor * step_scale(batch, options.batch_size, options.scaling)
+        width = columns["x"].shape[1:] if self._sparse is None else (int(columns["x.width"]),)
+        kind = columns["x"].dtype if self._sparse is None else columns["x.values"].dtype
+        y = columns["y"]
+        with self._link.working():
+            x = torch.zeros(batch, *width, dtype=kind, device=self._link.device)
+            y = torch.zeros(batch, *y.shape[1:], dtype=y.dtype, device=self._link.device)
+            self._stepper.step(x, y, 0.0)  # allocates what a capture must find; changes nothing
+            self._steps[batch, lr] = self._captured(x, y, lr)
 
     def run(self, grant: Grant, lr: float, token: int) -> Report:
         started = time.perf_counter()

@@ -78,6 +78,7 @@ class HogbatchOptions:
             raise unknown("algorithm", self.algorithm, ALGORITHMS)
         if self.scaling not in SCALINGS:
             raise unknown("scaling", self.scaling, SCALINGS)
+        self._check_numbers()
         for name in ("cpu", "cuda", "standin"):
             if getattr(self, name) < 0:
                 raise OptionError(f"{name}={getattr(self, name)}: a number of workers cannot be negative")
@@ -94,10 +95,43 @@ class HogbatchOptions:
             low, high = getattr(self, name)
             if not 1 <= low <= high:
                 raise OptionError(f"{name}={low, high}: needs 1 ≤ smallest ≤ largest")
+        if self.staleness_bound is not None and self.staleness_bound < 1:
+            raise OptionError(
+                f"staleness_bound={self.staleness_bound}: use None, or a number of updates from 1 on"
+            )
         if self.merge_every != "auto" and (isinstance(self.merge_every, str) or self.merge_every < 1):
             raise OptionError(f"merge_every={self.merge_every!r}: use 'auto' or a number of steps from 1 on")
         if not self.alpha > 1:
             raise OptionError(f"alpha={self.alpha}: a batch changes by a factor above 1; the paper uses 2")
+
+    def _check_numbers(self) -> None:
+        """Types first: what a dict or a command line holds may be anything."""
+        whole = [
+            "cpu",
+            "cuda",
+            "standin",
+            "batch_size",
+            "device_batch_size",
+            "device_local_steps",
+            "restarts",
+        ]
+        whole += [name for name in ("staleness_bound", "updates") if getattr(self, name) is not None]
+        whole += [] if self.merge_every == "auto" else ["merge_every"]
+        for name in whole:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise OptionError(f"{name}={value!r}: a whole number is needed")
+        for name in ("alpha", "hang_s", "start_s", "grant_s", "standin_slowdown"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+                raise OptionError(f"{name}={value!r}: a number above 0 is needed")
+        for name in ("cpu_limits", "device_limits"):
+            value = getattr(self, name)
+            pair = isinstance(value, tuple | list) and len(value) == 2
+            if not pair or not all(isinstance(v, int) for v in value):
+                raise OptionError(
+                    f"{name}={value!r}: a smallest and a largest batch are needed, such as (8, 512)"
+                )
 
     @property
     def devices(self) -> int:

@@ -68,7 +68,7 @@ def candidates(options: HogbatchOptions, n_cores: int, n_cuda: int) -> dict[str,
     if n_cores > 1:
         found[f"{n_cores} CPU workers"] = with_(cpu=n_cores, cuda=0, standin=0, algorithm="hogwild")
     if n_cuda:
-        feeders = max(1, n_cores - n_cuda)  # a core is kept free for each device's thread
+        feeders = cores_beside(n_cores, n_cuda)
         small, large = options.batch_size, options.device_batch_size
         for batch in sorted({small, large}):
             found[f"{n_cuda} CUDA at {batch}"] = with_(
@@ -81,6 +81,11 @@ def candidates(options: HogbatchOptions, n_cores: int, n_cuda: int) -> dict[str,
             cpu=feeders, cuda=n_cuda, standin=0, algorithm="adaptive"
         )
     return found
+
+
+def cores_beside(n_cores: int, n_cuda: int) -> int:
+    """CPU workers beside devices: a core stays free for each device's thread, and one for the threads that merge."""
+    return max(1, n_cores - n_cuda - (1 if n_cores > 4 else 0))
 
 
 def decide(scores: dict[str, float], simple: set[str]) -> tuple[str, str]:
