@@ -14,7 +14,8 @@ pass the page cache by. Two cores that seven other programs shared (load average
 | buffers alone | 187 %, 216 % (single measurements 152 to 279 %) | 0.23 |
 | shuffled batches | 188 %, 90 % (63 to 197 %) | 0.55, 0.61 |
 
-dd has one read under way, the loader eight. Cold, 4,000,000 rows, ``--seconds 3``, load average 18, torchdata 0.11, SPDL 0.8:
+dd has one read under way, the loader eight. Cold, 4,000,000 rows, ``--seconds 3``, load average 18, torchdata 0.11,
+SPDL 0.8:
 
 | side | samples/s | of dd's rate | CPU µs each | first side is faster by |
 | headrace, direct | 425,203 | 103% | 0.73 | 1.00 × |
@@ -30,8 +31,8 @@ average 25: 970,788 samples/s at 0.75 µs of CPU against 608,354 at 0.55, that i
 on such a machine.
 
 ``--warm`` (everything in the page cache), 600,000 rows, load average 25, medians of two that spread six-fold in wall
-time: in memory 277,596 samples/s at 0.41 µs of CPU, batched memmap 190,108 at 0.58 (1.4 × the CPU); torchdata.nodes 1.11
-and SPDL 2.0 to 2.3 µs. Their threads prefetch: on idle cores that wins a race in which nobody trains.
+time: in memory 277,596 samples/s at 0.41 µs of CPU, batched memmap 190,108 at 0.58 (1.4 × the CPU); torchdata.nodes
+1.11 and SPDL 2.0 to 2.3 µs. Their threads prefetch: on idle cores that wins a race in which nobody trains.
 """
 
 from __future__ import annotations
