@@ -9,15 +9,16 @@ Every model is trained on random data, batch 64, SGD with momentum, by loops tha
 contestant's figure is the median of its blocks' CPU time, so that other programs on the machine disturb
 little. A ratio of 1.00 would be free.
 
-Two shared cores at load 14 and more (AVX-512), one thread, torch 2.13.0, Python 3.11, kind pair. The second loop with
-shuffling shows how far the figures can be trusted; those of exact signals come from an earlier run:
+Two shared cores at load 17 to 26 (AVX-512), one thread, torch 2.13.0, Python 3.11, kind pair. The second loop with
+shuffling shows how far the figures can be trusted; those of exact signals come from an earlier run and older code, and
+so does that of mlp-5.8M:
 
-    model          shuffled         shuffled again   sketch   exact
-    mlp-235k        1.37 ms/step    0.99x            1.40x    2.56x
-    mlp-1.9M        8.34 ms/step    1.02x            1.14x    1.92x
-    mlp-5.8M       37.40 ms/step    1.00x            1.07x    2.17x
-    lenet           7.70 ms/step    1.00x            1.37x    4.6x (before the convolutions' split)
-    transformer    65.20 ms/step    1.07x            1.29x    5.6x (before attention was read from the graph)
+    model          shuffled         shuffled again   sketch          exact
+    mlp-235k        1.50 ms/step    1.02x            1.33 to 1.36x   2.56x
+    mlp-1.9M        9.88 ms/step    1.01x            1.08x           1.92x
+    mlp-5.8M       37.40 ms/step    1.00x            1.07x           2.17x
+    lenet           7.24 ms/step    1.01x            1.22x           4.6x (before the convolutions' split)
+    transformer    75.40 ms/step    -                1.13x           5.6x (before attention was read from the graph)
 """
 
 from __future__ import annotations
