@@ -79,6 +79,7 @@ class Recording(OrderService):
     def observe(self, worker: int, indices: Tensor, vectors_bk: Tensor) -> None:
         self.seen[worker] += indices.tolist()
         assert vectors_bk.shape == (len(indices), self.shared.running.shape[-1])
+        assert bool((vectors_bk.abs().sum(1) > 0).all()), "a row without a signal"
         super().observe(worker, indices, vectors_bk)
 
 
@@ -152,8 +153,11 @@ def test_a_worker_that_comes_back_goes_on_in_its_order() -> None:
         done = whole.advance(vector, 6)
         vector = done.vector
     after = whole.advance(vector.clone(), 6)
-    again = start(recording(1))
+    fresh = recording(1)
+    again = start(fresh)
     again.resume(copy.deepcopy(done.place))
+    assert whole.order is not None and whole.order.own is not None
+    assert torch.equal(fresh.orders[0], whole.order.own), "the service learns the order from the worker"
     assert torch.equal(again.advance(vector.clone(), 6).vector, after.vector)
     assert done.place["loader"]["permutation"] is None, "all rows travel with every push"
 

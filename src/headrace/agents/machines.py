@@ -115,10 +115,11 @@ class AgentSteps:
 
     def advance(self, vector: Tensor, steps: int) -> Learned:
         """Up to ``steps`` updates from ``vector``."""
+        loop = self.loop  # making environments and importing what they need is not hanging
         faulthandler.dump_traceback_later(self.config.hang_s, exit=True, file=sys.__stderr__ or 2)
         try:
             acted = self.late and self._act()
-            self.counts = unpack(self.loop, vector.numpy())
+            self.counts = unpack(loop, vector.numpy())
             for i in range(steps):
                 if not (acted and i == 0):
                     self._act()
