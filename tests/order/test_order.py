@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from sklearn.datasets import load_digits
@@ -286,6 +288,28 @@ def test_layers_that_cannot_be_split_are_not_taken() -> None:
     assert maker_for(frozen) is None
 
 
+def test_a_backward_pass_leaves_no_graph_behind() -> None:
+    """A hook on an attention's node that held the node kept every layer's activations until the next collection, and a
+    capture waiting for the stream of the first update."""
+    net = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    order = BalancedOrder(4, fallback=False)
+    order.watch(net)
+    rows = next(order.epoch())
+
+    def nodes() -> int:
+        return sum(type(o).__name__ == "AddmmBackward0" for o in gc.get_objects())
+
+    gc.collect()
+    gc.disable()
+    try:
+        before = nodes()  # what other tests hold
+        order.begin_batch(rows)
+        net(torch.randn(4, 3, 8)).square().mean().backward()
+        assert nodes() == before
+    finally:
+        gc.enable()
+
+
 @pytest.mark.gpu
 def test_a_captured_step_signs_the_same_rows() -> None:
     """One epoch by graph replays and one by eager steps give the same next order."""
@@ -304,6 +328,7 @@ def test_a_captured_step_signs_the_same_rows() -> None:
 
         if captured:
             side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())  # the rows were drawn there
             with torch.cuda.stream(side):
                 for _ in range(3):
                     step()

@@ -18,6 +18,7 @@ Short-coming: a buffer whose columns move (two device slots) is captured once pe
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -207,7 +208,9 @@ class GraphStepper:
         return self.listener.capturing(stretch.batch_size, [size * stretch.group for size in sizes])
 
     def _record(self, stretch: Stretch, counting: Tensor, sizes: Sequence[int]) -> Graphs:
-        """Warm up, then capture a graph of every size."""
+        """Warm up, then capture a graph of every size, on one stream: gradients are added up on the stream on which
+        their parameter was first used as long as anything holds that graph, and a capture must wait for no other."""
+        gc.collect()
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -221,7 +224,7 @@ class GraphStepper:
             self.optimizer.zero_grad(set_to_none=True)
             graph = torch.cuda.CUDAGraph()
             # A loader's thread may wait for its own copies meanwhile; that is no business of this capture.
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
                 self._updates(stretch, counting, size)
             graphs[size] = graph
         return graphs

@@ -26,13 +26,14 @@ class WeightNode:
     """The product that uses a weight, and the parameters it stands for."""
 
     node: Any
+    """None once its gradient has come."""
     weight: Tensor | None
     bias: Tensor | None
 
     def pieces(self, deltas: list[Tensor | None], batch: int) -> list[Piece]:
         """Rows of the operands run over positions, and over examples within a position."""
         delta = deltas[0]
-        if delta is None:
+        if delta is None or self.node is None:
             return []
         right: Tensor = getattr(self.node, _OPERAND[self.node.name()])
         left = delta.view(-1, batch, delta.shape[-1]).transpose(0, 1)

@@ -273,6 +273,7 @@ class Watcher:
                     return node.pieces(deltas, layout.batch)
 
                 self._fire(record, module, maker, (), {}, list(gradients))
+                node.node = None  # it holds this hook, which would hold it and the whole graph below it
 
             node.node.register_prehook(fire)
 

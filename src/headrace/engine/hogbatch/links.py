@@ -1,17 +1,21 @@
 """The way between host memory and a device: streams, events and pinned memory on CUDA, plain copies on a CPU.
 
-`CudaLink` has not been run: no GPU could be had when it was written. `HostLink` takes the same calls, so that
-everything above it runs, and is tested, on a CPU.
+`HostLink` takes the same calls as `CudaLink`, so that everything above it runs, and is tested, on a CPU.
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+_capturing = threading.Lock()
+"""A capture begins by waiting for the whole device, which is refused while another thread's capture is under way:
+two workers on one device that began together failed in this way."""
 
 
 class Link(Protocol):
@@ -115,6 +119,6 @@ class CudaLink:
     def capture(self, act: Callable[[], None]) -> Callable[[], None]:
         graph = torch.cuda.CUDAGraph()
         # Other workers use the device from their threads meanwhile; only this thread's calls are captured.
-        with torch.cuda.graph(graph, stream=self._steps, capture_error_mode="thread_local"):
+        with _capturing, torch.cuda.graph(graph, stream=self._steps, capture_error_mode="thread_local"):
             act()
         return graph.replay
