@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import warnings
 from typing import Any
 
@@ -11,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headrace.engine.hogbatch import HogbatchOptions, Observer, OptimiserSpec, run_hogbatch
+from headrace.engine.hogbatch import HogbatchOptions, Observer, OptimiserSpec, device, run_hogbatch
+from headrace.engine.hogbatch.links import HostLink
 from headrace.engine.hogbatch.run import epoch_order
 from headrace.engine.hogbatch.steppers import make_stepper
 from headrace.errors import DataError, DeviceError, DivergenceError, OptionError, WorkerError
@@ -193,6 +195,35 @@ def test_a_device_takes_csr_rows_too(cpu: int) -> None:
     assert result.losses[-1] < 0.8 * result.losses[0]
     if not cpu:  # when an exchange comes back decides about roundings
         torch.testing.assert_close(dense.state_dict(), sparse.state_dict(), rtol=1e-3, atol=1e-4)
+
+
+class Capturing(HostLink):
+    """A core that stands in for a device that captures its steps."""
+
+    captures = True
+
+
+@pytest.mark.parametrize("cpu", [0, 2])
+def test_a_device_that_captures_takes_the_same_steps(cpu: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs of several steps in one replay, single ones at a grant's end, a short batch at the epoch's: every row once."""
+    chosen = options(
+        cpu=cpu, standin=1, device_batch_size=16, algorithm="hogbatch" if cpu else "minibatch", epochs=4
+    )
+    chosen = dataclasses.replace(chosen, grant_s=10.0)  # long enough for runs
+    one, other, columns = mlp(), mlp(), data(3000)
+    run_hogbatch(one, columns, F.cross_entropy, chosen)
+    runs: list[int] = []
+    real = device.DeviceRunner._run_of_steps
+    monkeypatch.setattr(device.DeviceRunner, "_run_of_steps", lambda *a: runs.append(len(a[1])) or real(*a))
+    monkeypatch.setattr(device, "HostLink", Capturing)
+    result = run_hogbatch(other, columns, F.cross_entropy, chosen)
+    assert result.rows == 4 * 3000
+    assert sum(w.rows for w in result.workers if w.name.startswith("standin")) >= sum(runs)
+    assert runs
+    assert set(runs) == {chosen.device_local_steps * 16}
+    assert result.losses[-1] < 0.6 * result.losses[0]
+    if not cpu:  # when an exchange comes back decides about roundings
+        torch.testing.assert_close(one.state_dict(), other.state_dict(), rtol=1e-3, atol=1e-4)
 
 
 def test_compiled_loops_learn_with_several_workers() -> None:

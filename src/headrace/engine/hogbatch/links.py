@@ -22,6 +22,8 @@ class Link(Protocol):
     """How a device worker moves memory and runs steps."""
 
     device: torch.device
+    captures: bool
+    """Whether `capture` makes an act cheaper to repeat than to do."""
 
     def on_host(self, like: Tensor) -> Tensor:
         """Host memory that the device can copy to and from in the background."""
@@ -59,6 +61,8 @@ class Link(Protocol):
 class HostLink:
     """A CPU core that stands in for a device."""
 
+    captures = False
+
     def __init__(self) -> None:
         self.device = torch.device("cpu")
 
@@ -86,6 +90,8 @@ class HostLink:
 
 class CudaLink:
     """A stream of steps and a stream of copies on one CUDA device."""
+
+    captures = True
 
     def __init__(self, index: int) -> None:
         self.device = torch.device("cuda", index)
