@@ -29,6 +29,9 @@ BLOCKS_IN_BUFFER = 256
 SECTOR = 512
 ORDER_BYTES = 8 * 2 + 8 * 7
 """For each row of a buffer on a device: the row numbers of two slots, two orders, and what drawing one takes."""
+ROUNDING_BYTES = 8 << 20
+"""torch's allocator leaves up to 1 MB unused behind each large tensor, and there are eight. With 2 GiB buffers an H200
+held 2.3 MB more than the sum of their sizes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +114,7 @@ def declare_memory(plan: Plan, source: Source, device: torch.device, shape: Pass
     plan = plan.with_("host_bytes", host, "two slots, what the readers need, and narrow columns kept whole")
     if device.type == "cpu":
         return plan
-    drawn = shape.largest * ORDER_BYTES
+    drawn = shape.largest * ORDER_BYTES + min(ROUNDING_BYTES, slots // 256)
     return plan.with_(
         "device_bytes", slots + drawn, "two slots, the numbers of their rows, and orders over them"
     )
