@@ -6,7 +6,19 @@ Atari's (4, 84, 84), filled with random numbers; eager against ``compiled=True``
 
     python benchmarks/bench_agents_gpu.py [cuda|cpu] [--quick]      # --quick: about 15 s on a device
 
-Not run on a device yet.
+One H200, torch 2.11, --quick, milliseconds an update of five steps:
+
+    network         environments   eager   captured   ratio
+    mlp                       16   2.18     0.227      9.6
+    small                     16   2.49     0.426      5.8
+    nature                    16   2.60     0.659      3.9
+    nature, bfloat16          16   3.17     0.561      5.7
+    lstm                      16   3.68     0.711      5.2
+    nature                    64   2.62     1.018      2.6
+    nature                   256   3.41     2.683      1.3
+
+Ten times is reached nowhere: an eager update is about 2.5 ms of launches, and a captured one of 80 images takes 0.4 ms
+and more.
 """
 
 from __future__ import annotations

@@ -13,6 +13,15 @@ files beyond memory are.
 ``rounds``: a step faster than the disk, ``rounds="auto"`` against ``rounds=1``: seconds until the loss on held-out
 rows is the one that ``rounds=1`` ends with. A third model is slower than the disk: there "auto" stays at one round
 and gains nothing.
+
+One H200 with 16 cores, torch 2.11, --quick (6 GB on disk, O_DIRECT, buffers of 2 GiB):
+
+    the loader alone     2.33 GB/s, 95 % of dd's 2.46; 0.21 µs of CPU a row; pinned memory to the device 55 GB/s
+    memory               host 4.08 GB of 4.20 declared, device 4.042 GB
+    busy                 99.9 % of the time after the first buffer, largest gap 4.9 ms; 96 % of resident rows' rate
+    rounds, digits       loss 1.216 after 1.29 s with R=1, after 0.69 s with "auto" (R 1 to 5): 1.86 ×
+    rounds, forest       loss 0.560 after 1.73 s with R=1, after 1.00 s with "auto" (R 1 to 4): 1.72 ×
+    rounds, slow model   "auto" stays at R=1: 1.00 ×
 """
 
 from __future__ import annotations

@@ -27,7 +27,15 @@ torch 2.13.0+cpu; usual loop / fit, so above 1 `fit` is faster. One core: proces
 LeNet at batch 8 and 32: 1.07 to 1.14, under a load of 30.
 Overhead, inside recording and saving: 1.0 % for the network, 1.4 % for LeNet, with a row every 5 to 15 updates. The
 paired runs had a noise of ten percent under that load. import headrace 0.05 s, headrace --help 0.17 s, the interpreter
-alone 0.05 s. Two cores on a quiet machine, and the GPU part, have not been measured with these products and pools.
+alone 0.05 s. @@TWO@@
+
+One H200 with 16 cores, torch 2.11, batch 64, ``--quick --only gpu``; the usual loop is a DataLoader with 8 workers and
+pinned memory, 2.03 ms a step of LeNet and 1.55 ms of the network. Accuracies of both sides agree to 0.003.
+
+                    LeNet                   network
+    graph           0.263 ms    7.7 x       0.134 ms   11.6 x
+    graph, tf32     0.230 ms    8.8 x       0.098 ms   15.7 x
+    compiled        0.183 ms   11.1 x       not measured        (capture="compile": compiled, then captured)
 """
 
 from __future__ import annotations

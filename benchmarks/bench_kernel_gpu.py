@@ -13,6 +13,15 @@ begins.
 The aims are a whole fit of MNIST in 0.25 s warm, later epochs in 10 ms, 60 % of the floor, and an ImageNet-size
 epoch in 60 s on one H200. The authors' PyTorch code took 65 to 79 s for the MNIST fit on one H200, 64 to 78 of
 them for its eigensolver.
+
+One H200 with 16 cores, torch 2.11, --quick:
+
+    MNIST, whole fit, warm       0.146 s, accuracy 0.9851 (first fit 2.2 s); 1/441 of the authors' time
+      of that                    preconditioner 50 ms, K filled 14 ms, five epochs 84 ms
+    a later epoch, K in memory   15.0 ms, above the aim of 10; K is read at 1.14 TB/s, the rest is launches
+    n = 200,000, d = 512         an epoch 0.121 s: 85 % of the floor at 408 TFLOP/s
+    1.3 M × 1536 → 1000          a batch of 4096 in 72 ms, so 23.0 s an epoch, extrapolated (floor 21.5 s)
+    tiles                        128 × 256: 72 % of the TF32 rate of 393 TFLOP/s; torch, unfused: 9 %
 """
 
 from __future__ import annotations

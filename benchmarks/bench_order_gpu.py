@@ -8,7 +8,12 @@ differ. A run's figure is the time between its first and its last row of metrics
 epochs, over the updates between them; the ratio is that of the smallest figures. With --device cpu the same code
 runs on cores, where nothing is captured.
 
-Awaiting its first run on a GPU; the issue asks for at most 1.15 x on every line.
+One H200, torch 2.11, --quick:
+
+    mlp-1.9M      shuffled 0.155 ms, balanced 0.176 ms    1.13 x
+    lenet         shuffled 0.272 ms, balanced 0.320 ms    1.17 x
+    transformer   shuffled 0.785 ms, balanced eagerly 9.0 ms: its capture failed, because hooks kept the first update's
+                  graph and with it another stream; that cause is removed and not measured again
 """
 
 from __future__ import annotations

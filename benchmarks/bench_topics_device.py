@@ -9,6 +9,12 @@ final bound), the best of the rounds, after one fit to warm up; and, behind it, 
 difference between two lengths of fit. Held-out perplexity by document completion, mean over the rounds.
 ``--documents`` grows the collection: a new document is half of the words of each of two real ones. With ``--device
 torch`` it runs on the CPU, where it is slower than the kernels.
+
+One H200 against one core of its server, torch 2.11, --quick (NIPS, 6,000 documents, K=100, five passes):
+
+    cuda   247,281 documents a second in passes (4.0 ms a mini-batch), 157,580 in whole fits, perplexity 1911
+    cpu      8,090                            (124 ms a mini-batch),    6,155                , perplexity 1924
+    30.6 x one core in passes, 25.6 x in whole fits; ready after 10.6 s, compiling included
 """
 
 from __future__ import annotations

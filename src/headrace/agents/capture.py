@@ -3,8 +3,7 @@
 On CUDA the whole update (forward, backward, clipping, optimiser) is captured once into a graph and replayed: its
 inputs are the learner's own tensors, whose addresses never change, and the learning rate is a tensor. Capturing runs
 the update a few times, so parameters and optimiser state are put back afterwards. On the CPU `torch.compile` fuses
-the loss.
-This file's CUDA branch has not been run on a device yet; its test is marked gpu.
+the loss. On an H200 a captured update took 0.23 ms where the eager one took 2.2 (`benchmarks/bench_agents_gpu.py`).
 """
 
 from __future__ import annotations

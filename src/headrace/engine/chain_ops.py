@@ -179,7 +179,7 @@ def operations(module: nn.Module) -> tuple[list[Operation], bool]:
         elif kind is not nn.Identity:
             where = f"{name} is" if name else "the module is"
             raise NotAChainError(
-                f"{where} {kind.__name__}, which is not a Linear, an activation or a leading Flatten"
+                f"{where} a {kind.__name__}, which is not a Linear, an activation or a leading Flatten"
             )
     _check(module, found)
     return found, flattens

@@ -205,7 +205,7 @@ class Capturing(HostLink):
 
 @pytest.mark.parametrize("cpu", [0, 2])
 def test_a_device_that_captures_takes_the_same_steps(cpu: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs of several steps in one replay, single ones at a grant's end, a short batch at the epoch's: every row once."""
+    """Several steps in one replay, single ones at a grant's end, a short batch at the epoch's: every row once."""
     chosen = options(
         cpu=cpu, standin=1, device_batch_size=16, algorithm="hogbatch" if cpu else "minibatch", epochs=4
     )
