@@ -163,6 +163,23 @@ class Task(Protocol):
         ...
 
 
+@dataclass(frozen=True, kw_only=True)
+class Learned:
+    """What a machine of a cluster did with the steps it was granted."""
+
+    vector: Tensor
+    """All that is shared, after these steps."""
+    steps: int
+    rows: int
+    loss: float
+    decay: float = 1.0
+    """For steps λ ← (1 − ρ) λ + ρ λ̂: Π (1 − ρ), and an affine map is pushed instead of a difference."""
+    place: Any = None
+    """Where a later life of the machine goes on."""
+    finished: bool = False
+    """The machine's share is used up."""
+
+
 class ParameterStore(Protocol):
     """Parameters that workers pull and push differences to: shared memory, or an actor far away."""
 

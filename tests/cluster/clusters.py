@@ -13,7 +13,8 @@ from headrace.cluster.compress import Compressor
 from headrace.cluster.holder import Holder
 from headrace.cluster.machine import Master, MasterOptions
 from headrace.cluster.simulation import Conditions, Simulation
-from headrace.cluster.transport import Conversation, Done, LocalSteps, Service, converse
+from headrace.cluster.transport import Conversation, LocalSteps, Service, converse
+from headrace.types import Learned
 
 ORACLE = Path(__file__).parent.parent / "oracles" / "cluster.py"
 spec = importlib.util.spec_from_file_location("cluster_oracle", ORACLE)
@@ -37,11 +38,11 @@ class FactorSteps:
     def resume(self, place: Any) -> None:
         self.at = place or 0
 
-    def advance(self, vector: Tensor, steps: int) -> Done:
+    def advance(self, vector: Tensor, steps: int) -> Learned:
         entries = self.entries[self.at : self.at + steps]
         losses = [self.problem.step(vector, i, j, LR) for i, j in entries]
         self.at += len(entries)
-        return Done(
+        return Learned(
             vector=vector,
             steps=len(entries),
             rows=len(entries),

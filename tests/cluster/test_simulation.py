@@ -13,7 +13,8 @@ from headrace.cluster.compress import Packed
 from headrace.cluster.holder import Holder
 from headrace.cluster.machine import Apply, Event, Instruction, Push
 from headrace.cluster.simulation import Conditions
-from headrace.cluster.transport import Done, Service
+from headrace.cluster.transport import Service
+from headrace.types import Learned
 
 BAD_NETWORK = Conditions(delay_s=(0.1, 8.0), spread=0.5, loss=0.1, duplicate=0.2, retry_s=60.0)
 STEPS = 4_000
@@ -160,7 +161,7 @@ class NeverRefreshes(FactorSteps):
 
     own: Tensor | None = None
 
-    def advance(self, vector: Tensor, steps: int) -> Done:
+    def advance(self, vector: Tensor, steps: int) -> Learned:
         done = super().advance(vector if self.own is None else self.own, steps)
         self.own = done.vector.clone()
         return done

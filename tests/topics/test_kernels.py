@@ -12,6 +12,7 @@ from numba import njit
 from scipy.sparse import csr_matrix
 from scipy.special import psi
 
+from headrace.engine import tiles
 from headrace.topics import kernels, vector
 from headrace.topics.bound import document_bound, topic_bound, word_sum
 from headrace.topics.corpus import corpus_of
@@ -130,7 +131,7 @@ def test_a_topic_that_left_too_early_comes_back(monkeypatch: pytest.MonkeyPatch)
 def revived(block, out, offsets, numbers):
     full, share, gamma, e, mask = kernels._rows_of(numbers)
     sums = full + 5 * numbers.shape[1] * 4
-    at = vector.address
+    at = tiles.address
     return kernels._revived(at(block), 16, at(out), 1, full, False, share, at(offsets), gamma, e, mask, sums)
 
 

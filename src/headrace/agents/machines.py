@@ -32,6 +32,7 @@ from headrace.agents.loop import Loop
 from headrace.agents.moments import round_to_32_bits
 from headrace.agents.worker import Spec, make_loop
 from headrace.errors import DivergenceError, OptionError, WorkerError
+from headrace.types import Learned
 
 if TYPE_CHECKING:
     from headrace.agents.agent import ActorCritic
@@ -44,19 +45,6 @@ LOCAL_STEPS = 4
 takes milliseconds; more updates of several machines summed up are one bold step."""
 _ROW_EVERY_S = 0.5
 _WINDOW = 100  # episodes of a mean return
-
-
-@dataclass(frozen=True, kw_only=True)
-class Learned:
-    """What a machine did with the updates it was granted."""
-
-    vector: Tensor
-    steps: int
-    rows: int
-    loss: float
-    decay: float = 1.0
-    place: Any = None
-    finished: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

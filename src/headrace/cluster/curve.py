@@ -16,7 +16,8 @@ from headrace.cluster.compress import Compressor
 from headrace.cluster.holder import Holder
 from headrace.cluster.machine import Master, MasterOptions
 from headrace.cluster.simulation import Conditions, Simulation
-from headrace.cluster.transport import Conversation, Done, Service, converse
+from headrace.cluster.transport import Conversation, Service, converse
+from headrace.types import Learned
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,10 +54,10 @@ class EmptySteps:
     def resume(self, place: Any) -> None:
         """Nothing to go back to."""
 
-    def advance(self, vector: Tensor, steps: int) -> Done:
+    def advance(self, vector: Tensor, steps: int) -> Learned:
         taken = min(steps, self.left)
         self.left -= taken
-        return Done(vector=vector, steps=taken, rows=taken, loss=0.0, finished=self.left == 0)
+        return Learned(vector=vector, steps=taken, rows=taken, loss=0.0, finished=self.left == 0)
 
 
 def speed_up(

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from headrace.cluster.layout import Layout
-from headrace.cluster.transport import Done
 from headrace.engine.capture import StepParts, choose_stepper
 from headrace.engine.loader import Loader
 from headrace.engine.losses import resolve_loss
@@ -32,7 +31,7 @@ from headrace.engine.setup import open_data, target_of
 from headrace.engine.steps import Stepper, Stretch
 from headrace.engine.task import TorchTask, make_preparation
 from headrace.errors import OptionError
-from headrace.types import Buffer, Decision, Source, State
+from headrace.types import Buffer, Decision, Learned, Source, State
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +177,7 @@ class TrainingSteps:
         in_pass, state["permutation"] = state["permutation"] is not None, None
         return {"loader": state, "steps": self.steps, "in_pass": in_pass}
 
-    def advance(self, vector: Tensor, steps: int) -> Done:
+    def advance(self, vector: Tensor, steps: int) -> Learned:
         self.layout.scatter(vector)
         losses: list[Tensor] = []
         counts: list[int] = []
@@ -188,7 +187,7 @@ class TrainingSteps:
         total = 0.0
         if counts:
             total = float(torch.cat(losses).cpu().double() @ torch.tensor(counts, dtype=torch.float64))
-        return Done(
+        return Learned(
             vector=self.layout.gather(),
             steps=len(counts),
             rows=rows,

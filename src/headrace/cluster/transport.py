@@ -33,7 +33,7 @@ from headrace.cluster.machine import (
     Push,
 )
 from headrace.errors import DivergenceError
-from headrace.types import State
+from headrace.types import Learned, State
 
 
 @dataclass(frozen=True)
@@ -62,21 +62,6 @@ class Answer:
     """A later life of this worker has taken over."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Done:
-    """What a worker did with a grant."""
-
-    vector: Tensor
-    steps: int
-    rows: int
-    loss: float
-    decay: float = 1.0
-    """For steps λ ← (1 − ρ) λ + ρ λ̂: Π (1 − ρ), and an affine map is pushed instead of a difference."""
-    place: Any = None
-    finished: bool = False
-    """The shard is used up."""
-
-
 class LocalSteps(Protocol):
     """A worker's own training: lock-free threads, a GPU, or a task's own loop."""
 
@@ -84,7 +69,7 @@ class LocalSteps(Protocol):
         """Go on where an earlier life's last merged push had ended; None is the beginning."""
         ...
 
-    def advance(self, vector: Tensor, steps: int) -> Done:
+    def advance(self, vector: Tensor, steps: int) -> Learned:
         """Take up to ``steps`` steps from ``vector``, which may be changed in place or left alone."""
         ...
 

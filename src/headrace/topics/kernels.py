@@ -23,10 +23,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from headrace.engine.tiles import address
 from headrace.topics.compiled import jit
 from headrace.topics.vector import (
     add,
-    address,
     broadcast,
     digamma_power,
     distance,

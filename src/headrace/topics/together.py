@@ -28,22 +28,10 @@ from headrace.topics.learner import Learner
 from headrace.topics.options import Settings
 from headrace.topics.state import Topics
 from headrace.topics.task import TopicTask
+from headrace.types import Learned
 
 AfterPass = Callable[[int, int], bool]
 """``(documents, passes)`` since it was called last; True ends the run."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Learned:
-    """What a machine did with the steps it was granted."""
-
-    vector: Tensor
-    steps: int
-    rows: int
-    loss: float
-    decay: float
-    place: Any
-    finished: bool
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,8 +5,8 @@ a loop in registers. `Lanes` is a numba type whose value is one LLVM vector ``<1
 here load, combine and store such values and may be called only inside compiled code. On a processor with
 narrower registers LLVM splits every operation, so nothing here depends on AVX-512.
 
-Arrays are C-contiguous and addressed by element, ``flat[start : start + 16]``; ``flat`` is an array, or its
-address from `address`. Inner loops take addresses: numba counts references to every array that is passed from
+Arrays are C-contiguous and addressed by element, ``flat[start : start + 16]``; ``flat`` is an array, or its address
+from `headrace.engine.tiles`. Inner loops take addresses: numba counts references to every array that is passed from
 function to function, which costs more than the work on a short document, and guards every index against being
 negative. Nothing here is checked: the caller pads its arrays to multiples of 16 and keeps them alive.
 """
@@ -68,17 +68,6 @@ def _fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
 def _shuffle(builder: Any, a: Any, b: Any, lanes: list[int]) -> Any:
     mask = ir.Constant(ir.VectorType(_INT, len(lanes)), [ir.Constant(_INT, lane) for lane in lanes])
     return builder.shuffle_vector(a, b, mask)
-
-
-@intrinsic
-def address(typing: Any, array: Any) -> Any:
-    """Where the elements of an array lie, as a number. Whoever uses it keeps the array alive."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        data = arrayobj.make_array(signature.args[0])(context, builder, args[0]).data
-        return builder.ptrtoint(data, context.get_value_type(types.intp))
-
-    return types.intp(array), codegen
 
 
 @intrinsic
