@@ -12,7 +12,8 @@ one emulator thread; there it is the usual wrapper chain, and "same env" feeds i
     python benchmarks/bench_agents.py seeds [peer] # CartPole to a mean return of 475, ten seeds; 2 (peer: 8) minutes
 
 Measured on 2 cores of an AMD EPYC (AVX-512, bfloat16), torch 2.13, gymnasium 1.4, ale-py 0.12.1, and
-stable-baselines3 2.9.2, while twenty other processes wanted the two cores: read the ratios, not the rates.
+stable-baselines3 2.9.2: CartPole while twenty other processes wanted the two cores, so read its ratios and not its
+rates; Pong and workers on idle cores.
 
                                        headrace    sb3 A2C     ratio   steps per CPU-second
     CartPole, 8 envs, rows               60,846      8,415     7.23x
@@ -20,16 +21,18 @@ stable-baselines3 2.9.2, while twenty other processes wanted the two cores: read
     CartPole, 16 envs, rows              81,401     15,590     5.22x
     CartPole, 16 envs, vector           136,351     16,524     8.25x
 
-    Pong, 8 envs, nature              954 / 979  530 / 590     1.80x / 1.66x (two runs)
-      same env on both sides          881 / 975  619 / 687     1.42x / 1.42x
-    Pong, 8 envs, nature, bf16    1,232 / 1,261  597 / 610     2.06x / 2.07x
-    Pong, 8 envs, small           1,594 / 1,404  607 / 490     2.63x / 2.87x
-    Pong, 8 envs, small, bf16     1,830 / 1,554  630 / 572     2.91x / 2.72x
+    Pong, 8 envs, nature                  1,191        643     1.85x   (busy cores: 1.66 to 1.80x)
+      same env on both sides              1,193        791     1.51x
+    Pong, 8 envs, nature, bf16            1,547        641     2.41x
+    Pong, 8 envs, small                   1,861        661     2.82x
+    Pong, 8 envs, small, bf16             2,222        646     3.44x   (busy cores: 2.7 to 2.9x)
+
+    Two hybrid workers against one, wall time: 1.81 times the steps per second with 8 environments each, 1.95 with 16.
 
     CartPole to 475 within 200,000 steps: 10 of 10 seeds, after 83,000 to 190,000 steps, 2.2 to 2.8 CPU-seconds a run.
 
-Not reached: 3.5x with the small network in bfloat16. Of 23 ms an update (40 steps) the emulator takes 11, acting 6 and
-learning 5; the peer's 66 ms hold 14 of its own emulator, so that even a network for nothing would make 6x.
+Just not reached: 3.5x with the small network in bfloat16. On busy cores the emulator took 11 of 23 ms an update (40
+steps), acting 6 and learning 5; the peer took 66.
 """
 
 from __future__ import annotations

@@ -8,22 +8,23 @@ are pushed out of the page cache (fsync, posix_fadvise DONTNEED; mincore says wh
 12.3 GB, more than any side reads in that time, so none meets a page twice. CPU time is of the process and its children.
 
 ``--disk``: the loader alone (and with shuffled batches) against ``dd iflag=direct bs=4M``, dd, loader, dd in turn; both
-pass the page cache by. Two cores that seven other programs shared (load average 6 to 18), Python 3.11, torch 2.13 CPU:
+pass the page cache by. Two idle cores of a Zen 5, a virtual disk, Python 3.11, torch 2.13 CPU, medians of three:
 
-| side | of dd's rate, medians of two runs of the command | CPU µs a row |
-| buffers alone | 187 %, 216 % (single measurements 152 to 279 %) | 0.23 |
-| shuffled batches | 188 %, 90 % (63 to 197 %) | 0.55, 0.61 |
+| side | of dd's rate (1.38 GB/s) | CPU µs a row |
+| buffers alone | 266 % (254 to 269) | 0.23 |
+| shuffled batches | 290 % (286 to 294) | 0.50 |
 
-dd has one read under way, the loader eight. Cold, 4,000,000 rows, ``--seconds 3``, load average 18, torchdata 0.11,
+dd has one read under way, the loader eight. Cold, 4,000,000 rows, ``--seconds 3``, medians of two, torchdata 0.11,
 SPDL 0.8:
 
 | side | samples/s | of dd's rate | CPU µs each | first side is faster by |
-| headrace, direct | 425,203 | 103% | 0.73 | 1.00 × |
-| headrace, buffers alone | 878,294 | 213% | 0.23 | 0.48 × |
-| batched memmap | 239 | 0% | 879.25 | 1782.54 × |
-| torchdata.nodes, batched memmap | 669 | 0% | 405.39 | 636.00 × |
-| SPDL, batched memmap | 321 | 0% | 723.24 | 1325.88 × |
-| DataLoader, 2 workers | 273 | 0% | 1268.34 | 1558.54 × |
+| headrace, direct | 1,155,414 | 247% | 0.58 | 1.00 × |
+| headrace, page cache | 743,483 | 159% | 1.51 | 1.55 × |
+| headrace, buffers alone | 1,169,958 | 250% | 0.25 | 0.99 × |
+| batched memmap | 443 | 0% | 756.69 | 2610 × |
+| torchdata.nodes, batched memmap | 25,447 | 5% | 26.88 | 45 × |
+| SPDL, batched memmap | 3,398 | 1% | 159.79 | 340 × |
+| DataLoader, 2 workers | 1,725 | 0% | 403.32 | 670 × |
 
 The others' maps are read ahead by 128 kB for each row of 3 kB, and every row is a seek; on a busy machine that
 costs them more than on a quiet one. FFCV (built against OpenCV) was measured once, on 1.8 GB in its own format, load
@@ -284,6 +285,8 @@ def measure(side: Callable[[Path], Iterator[object]], folder: Path, seconds: flo
         count += len(batch[0])  # type: ignore[index]
         if time.perf_counter() - began > seconds:
             break
+    if not count:
+        raise ValueError(f"a pass over the data ended within its first {WARM_S:g} s: give it more --rows")
     passed, used = time.perf_counter() - began, cpu() - before
     batches.close()  # type: ignore[attr-defined]
     apart = cpu(resource.RUSAGE_CHILDREN) - children

@@ -7,15 +7,18 @@ the batch and calls backward and `torch.optim.SGD`; `loader` is the usual loop o
 `TensorDataset`, whose workers would only add to its time at this size. Sides are timed in turn, round by
 round, and the best round of each counts: a shared machine only ever makes a round slower.
 
-One core of a Zen 5 that others used too, by processor time (``--cpu-time``), torch 2.13.0, numba 0.68; torch's own
-products make 106 GFLOP/s there, since MKL keeps to half-wide vectors on this processor:
+Two idle cores of a Zen 5, torch 2.13.0, numba 0.68, ``--quick``; torch's own products make 106 GFLOP/s on one of them,
+since MKL keeps to half-wide vectors on this processor:
 
     threads  batch  autograd/s   loader/s    chain/s  ×autograd  ×loader  of GEMM rate
-          1      1        2478       2270      15957       6.44     7.03       0.48
-          1      4        4501       4122      14944       3.32     3.63       0.46
-          1     16       13678      11872      51529       3.77     4.34       1.58
-          1     64       20022      18279      63545       3.17     3.48       2.01
-          1    256       25553      23373      60327       2.36     2.58       1.86
+          1      1        3214       3045      17225       5.36     5.66       0.50
+          1      4        6427       6158      17743       2.76     2.88       0.53
+          1     16       19341      17937      58067       3.00     3.24       1.70
+          1     64       27726      25760      72020       2.60     2.80       2.10
+          1    256       29066      27308      68579       2.36     2.51       2.00
+          1   1024       29069      27627      51628       1.78     1.87       1.52
+          2     64       34484      31851      72934       2.12     2.29       1.14
+          2   1024       56723      48562      53688       0.95     1.11       0.81
 
 Compiled steps use one thread, whatever ``threads`` says. Without numba the steps are products of torch: on a virtual
 Sapphire Rapids (155 GFLOP/s a core) those made 4.3, 2.6, 1.9, 1.4 and 1.2 times autograd's rows at these batches,

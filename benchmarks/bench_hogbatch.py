@@ -9,17 +9,19 @@ by round; the best round counts. ``--cpu-time`` divides rows by the processor ti
 number of workers: what idle cores would give, told on a machine that others use too (threads only: what waiting
 for a lock costs does not show in it, and compiled grants hold none).
 
-2 cores of a Zen 5 that others used too, torch 2.13.0, numba 0.68, ``--cpu-time --seconds 0.7 --rounds 2``:
+Two idle cores of a Zen 5, torch 2.13.0, numba 0.68, wall time, ``--seconds 1 --rounds 3`` (batch 1: 4 rounds):
 
-    batch    1  one worker   18946 rows/s  1.00 ×     batch   16  47928  1.00 ×     batch   64   59984  1.00 ×
-    threads, direct          39267         2.07 ×                 83622  1.74 ×                 119791  2.00 ×
-    threads, K=16            33354         1.76 ×                 87919  1.83 ×                 112364  1.87 ×
-    threads, K=64            34845         1.84 ×                 95474  1.99 ×                 110818  1.85 ×
-    threads, K=256           37004         1.95 ×                 94191  1.97 ×                 110971  1.85 ×
-    threads, not compiled     9679         0.51 ×                 40316  0.84 ×                  46736  0.78 ×
+    batch    1  one worker   24075 rows/s  1.00 ×     batch   16  60590  1.00 ×     batch   64   69751  1.00 ×
+    threads, direct          29773         1.24 ×                110786  1.83 ×                 134572  1.93 ×
+    threads, K=16            42806         1.78 ×                112151  1.85 ×                  96109  1.38 ×
+    threads, K=64            45022         1.87 ×                110708  1.83 ×                  64808  0.93 ×
+    threads, K=256           47394         1.97 ×                111497  1.84 ×                  64776  0.93 ×
+    threads, not compiled     6368         0.26 ×                 41616  0.69 ×                  47222  0.68 ×
+    processes, direct         5777         0.23 ×                107579  1.79 ×                 134706  1.89 ×
+    processes, K=64          43203         1.75 ×                112569  1.87 ×                 131937  1.86 ×
 
-Processor time shows what caches and memory cost and not what waiting for others costs; wall-clock numbers of a quiet
-machine are still to be measured.
+The three low numbers of threads with replicas at batch 64 come from a minute in which another program took a core; by
+processor time they were 1.85 to 1.87.
 """
 
 from __future__ import annotations

@@ -16,18 +16,17 @@ Sides take turns, and the best sixtieth of each counts: other programs only ever
 with the same weights, batch size, step size and number of updates; the losses that they end with are printed,
 since a faster loop that learns less would win nothing. Times begin after the first third of the updates.
 
-Measured on a virtual machine with two cores of an AMD Zen 5 with AVX-512, shared with other work; Python 3.11.7,
-torch 2.13.0+cpu; usual loop / fit, so above 1 `fit` is faster. One core: processor time under a load of 6 to
-11, 3 rounds.
+Measured on a virtual machine with two cores of an AMD Zen 5 with AVX-512, otherwise idle; Python 3.11.7, torch
+2.13.0+cpu; usual loop / fit in wall time, so above 1 `fit` is faster; two rounds:
 
     batch                1      16      64     256    1024
-    network, 1 core   2.24    1.77    2.01    2.08    2.11
-    LeNet, 1 core     1.81    1.12    1.21    1.23    1.65
+    network           1.80    1.67    1.87    2.18    2.21
+    LeNet             1.94    1.16    1.22    1.44    1.77
 
-LeNet at batch 8 and 32: 1.07 to 1.14, under a load of 30.
-Overhead, inside recording and saving: 1.0 % for the network, 1.4 % for LeNet, with a row every 5 to 15 updates. The
-paired runs had a noise of ten percent under that load. import headrace 0.05 s, headrace --help 0.17 s, the interpreter
-alone 0.05 s. @@TWO@@
+By processor time on one core, under a load of 6 to 30: the network 1.77 to 2.24, LeNet at batch 8 and 32 0.96 to 1.14.
+Overhead, inside recording and saving: 0.7 % for the network, 1.6 % for LeNet, with a row every 5 to 15 updates; paired
+runs say -0.7 and +5.0 %, with single pairs from -2 to +14 %, so they tell nothing finer. import headrace 0.018 s,
+headrace --help 0.12 s, the interpreter alone 0.008 s.
 
 One H200 with 16 cores, torch 2.11, batch 64, ``--quick --only gpu``; the usual loop is a DataLoader with 8 workers and
 pinned memory, 2.03 ms a step of LeNet and 1.55 ms of the network. Accuracies of both sides agree to 0.003.

@@ -9,16 +9,18 @@ Every model is trained on random data, batch 64, SGD with momentum, by loops tha
 contestant's figure is the median of its blocks' CPU time, so that other programs on the machine disturb
 little. A ratio of 1.00 would be free.
 
-Two shared cores at load 8 to 26 (AVX-512), one thread, torch 2.13.0, Python 3.11, kind pair. The second loop with
-shuffling shows how far the figures can be trusted; those of exact signals come from an earlier run and older code, and
-so does that of mlp-5.8M:
+Two idle cores of a Zen 5, one thread, torch 2.13.0, Python 3.11, kind pair. The second loop with shuffling shows how
+far the figures can be trusted; those of exact signals come from an earlier run, other processors and older code:
 
-    model          shuffled         shuffled again   sketch          exact
-    mlp-235k        1.50 ms/step    1.02x            1.32 to 1.36x   2.56x
-    mlp-1.9M        9.88 ms/step    1.01x            1.08x           1.92x
-    mlp-5.8M       37.40 ms/step    1.00x            1.07x           2.17x
-    lenet           7.24 ms/step    1.01x            1.22 to 1.25x   4.6x (before the convolutions' split)
-    transformer    75.40 ms/step    -                1.13 to 1.26x   5.6x (before attention was read from the graph)
+    model          shuffled         shuffled again   sketch    exact
+    mlp-235k        0.93 ms/step    0.99x            1.29x     2.56x
+    mlp-1.9M        8.19 ms/step    1.01x            1.07x     1.92x
+    mlp-5.8M       27.53 ms/step    0.98x            1.01x     2.17x
+    lenet           5.03 ms/step    1.00x            1.18x     4.6x (before the convolutions' split)
+    transformer    60.48 ms/step    1.01x            1.12x     5.6x (before attention was read from the graph)
+
+Where other programs use the cores too, all are a little dearer: 1.32 to 1.36x for mlp-235k, 1.13 to 1.26x for the
+transformer.
 """
 
 from __future__ import annotations
