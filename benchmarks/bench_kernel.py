@@ -6,7 +6,8 @@ to the machine's matrix-product rate do its kernel products run?
 Both sides run in one process, one after the other, on the same rows; a ratio above 1 means that Headrace is
 faster. Accuracies are printed beside the times; the peers have one setting chosen by hand, Headrace the best of six on
 MNIST and of two on covtype, judged by the same test rows: read the accuracies with that in mind. Ratios are of CPU
-time, which other load on the machine changes little; with OMP_NUM_THREADS=1 and OPENBLAS_NUM_THREADS=1 it is the time of one core on both sides.
+time, which other load on the machine changes little; with OMP_NUM_THREADS=1 and OPENBLAS_NUM_THREADS=1 it is the
+time of one core on both sides.
 ``rate`` compares floating-point operations 2·m·n·(d+c) per second of K(B, X)·A with those of a plain float32
 product of the same shapes (what the machine's library reaches there), and of a large square one.
 
