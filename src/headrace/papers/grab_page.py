@@ -96,18 +96,19 @@ def _section(page: Page, task: Task, runs: dict[str, list[Curve]]) -> None:
     page.heading(task.title)
     page.text(f"The paper: {task.claim}. Here: {task.cut}.")
     by_epoch, by_time, scores, scores_by_time, drifts = [], [], [], [], []
-    for label, curves in runs.items():
+    for group, (label, curves) in enumerate(runs.items()):  # an order has one colour in all plots
         objective, low, high = mean_curve(curves, "objective")
         epochs = list(range(1, len(objective) + 1))
-        by_epoch.append(Series(label, epochs, objective, low=low, high=high))
+        by_epoch.append(Series(label, epochs, objective, low=low, high=high, group=group))
         seconds = mean_curve(curves, "seconds")[0]
-        by_time.append(Series(label, seconds, objective))
+        by_time.append(Series(label, seconds, objective, group=group))
         score, low, high = mean_curve(curves, "score")
-        scores.append(Series(label, epochs, score, low=low, high=high))
-        scores_by_time.append(Series(label, seconds, score))
+        scores.append(Series(label, epochs, score, low=low, high=high, group=group))
+        scores_by_time.append(Series(label, seconds, score, group=group))
         if all(c.drift_ratio for c in curves):
             ratio, low, high = mean_curve(curves, "drift_ratio")
-            drifts.append(Series(label, list(range(1, len(ratio) + 1)), ratio, low=low, high=high))
+            epochs = list(range(1, len(ratio) + 1))
+            drifts.append(Series(label, epochs, ratio, low=low, high=high, group=group))
     page.lines("Training objective", by_epoch, x_label="epoch", y_label="objective", log_y=True)
     page.lines(
         "The same by time", by_time, x_label="CPU seconds of training", y_label="objective", log_y=True
