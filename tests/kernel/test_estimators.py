@@ -307,3 +307,16 @@ def test_streaming_reaches_the_least_squares_of_its_centres(oracle) -> None:
     best = gaussian(X, Z) @ weights
     apart = np.mean((model.predict(X) - best[:, 0]) ** 2) / best.var()
     assert apart < 2e-3, apart
+
+
+def test_a_stream_with_many_copies_of_a_row_is_stable() -> None:
+    """A fifth of the rows is one row: batches hold many copies, and the step must be safe for all of them together."""
+    random = np.random.RandomState(0)
+    X = random.randn(1000, 8)
+    X[:200] = X[0]
+    y = np.sin(X[:, 0]) + X[:, 1]
+    order = random.permutation(len(X))
+    X, y = X[order], y[order]
+    model = KernelRegressor(centers=300, epochs=3, bandwidth=4.0, random_state=0, verbose=False).fit(X, y)
+    assert max(model.residuals_) < 1.0
+    assert model.score(X, y) > 0.95

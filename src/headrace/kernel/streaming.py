@@ -188,7 +188,7 @@ def _prepare(
         keys=keys,
     )
     with settings.devices.precision(settings.tf32):
-        model.stream = _make_stream(model, sample, merged.index, settings, layout, n, d, budget)
+        model.stream = _make_stream(model, sample, settings, layout, n, d, budget)
     for decision in model.plan.decisions:
         settings.say(f"{decision.name} = {decision.value}: {decision.reason}")
     return model
@@ -197,7 +197,6 @@ def _prepare(
 def _make_stream(
     model: Model,
     sample: Chunk,
-    distinct: NDArray[np.int64],
     settings: Settings,
     layout: Layout,
     n: int,
@@ -206,15 +205,15 @@ def _make_stream(
 ) -> Stream:
     operands, product = model.operands, model.expansion.first.product
     p, c, itemsize = product.rows, model.outputs, product.right_pk.element_size()
+    # With every copy of a row: batches hold them too, and a spectrum without them makes steps too large by far.
+    every = np.arange(sample.rows.shape[0])
     sample_product = KernelProduct(
-        operands, operands.right(sample.rows, distinct), block_values=layout.block_values, fused=product.fused
+        operands, operands.right(sample.rows, every), block_values=layout.block_values, fused=product.fused
     )
     s = sample_product.rows
     weights = sample.row_weights_n
     row_weights = (
-        None
-        if weights is None
-        else torch.from_numpy(weights[distinct]).to(product.right_pk.device, operands.dtype)
+        None if weights is None else torch.from_numpy(weights).to(product.right_pk.device, operands.dtype)
     )
     ridge = settings.ridge / settings.loss.curvature
     # A batch and its kernel values with all centres; the block that is kept decides.
