@@ -31,9 +31,12 @@ costs them more than on a quiet one. FFCV (built against OpenCV) was measured on
 average 25: 970,788 samples/s at 0.75 µs of CPU against 608,354 at 0.55, that is 0.63 ×, in wall time that says little
 on such a machine.
 
-``--warm`` (everything in the page cache), 600,000 rows, load average 25, medians of two that spread six-fold in wall
-time: in memory 277,596 samples/s at 0.41 µs of CPU, batched memmap 190,108 at 0.58 (1.4 × the CPU); torchdata.nodes
-1.11 and SPDL 2.0 to 2.3 µs. Their threads prefetch: on idle cores that wins a race in which nobody trains.
+``--warm`` (everything in the page cache), 3,000,000 rows, ``--seconds 1``, idle cores, medians of three:
+
+| headrace, in memory | 2,398,001 | | 0.42 | 1.00 × |
+| batched memmap | 1,512,985 | | 0.63 | 1.58 × |
+| torchdata.nodes, batched memmap | 1,445,468 | | 0.86 | 1.66 × |
+| SPDL, batched memmap | 769,561 | | 1.64 | 3.12 × |
 """
 
 from __future__ import annotations

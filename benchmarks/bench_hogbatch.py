@@ -13,15 +13,14 @@ Two idle cores of a Zen 5, torch 2.13.0, numba 0.68, wall time, ``--seconds 1 --
 
     batch    1  one worker   24075 rows/s  1.00 ×     batch   16  60590  1.00 ×     batch   64   69751  1.00 ×
     threads, direct          29773         1.24 ×                110786  1.83 ×                 134572  1.93 ×
-    threads, K=16            42806         1.78 ×                112151  1.85 ×                  96109  1.38 ×
-    threads, K=64            45022         1.87 ×                110708  1.83 ×                  64808  0.93 ×
-    threads, K=256           47394         1.97 ×                111497  1.84 ×                  64776  0.93 ×
+    threads, K=16            42806         1.78 ×                112151  1.85 ×                 133750  1.87 ×
+    threads, K=64            45022         1.87 ×                110708  1.83 ×                 132150  1.85 ×
+    threads, K=256           47394         1.97 ×                111497  1.84 ×                 132988  1.86 ×
     threads, not compiled     6368         0.26 ×                 41616  0.69 ×                  47222  0.68 ×
     processes, direct         5777         0.23 ×                107579  1.79 ×                 134706  1.89 ×
     processes, K=64          43203         1.75 ×                112569  1.87 ×                 131937  1.86 ×
 
-The three low numbers of threads with replicas at batch 64 come from a minute in which another program took a core; by
-processor time they were 1.85 to 1.87.
+Direct updates at batch 64 came to 1.93 × in one run and 1.81 × in another.
 """
 
 from __future__ import annotations
