@@ -76,6 +76,10 @@ def main() -> None:
                 wall, spent, model = fit(train, options.topics, count, options.passes, number)
                 whole[count].append(wall)
                 cpu[count].append(spent)
+                print(
+                    f"  threads={count}: one pass in {short[count][-1]:.2f} s, {options.passes} in {wall:.2f} s",
+                    flush=True,
+                )
             perplexity[count].append(model.held_out_perplexity(held_out))
     first = jobs[0]
     alone = {count: min(whole[count]) - min(short[count]) for count in jobs}
