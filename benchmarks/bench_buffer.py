@@ -28,8 +28,8 @@ SPDL 0.8:
 
 The others' maps are read ahead by 128 kB for each row of 3 kB, and every row is a seek; on a busy machine that
 costs them more than on a quiet one. FFCV, built against OpenCV, on 2,000,000 rows in its own format,
-``--seconds 1``: 219,097 samples/s at 8.1 µs of CPU against 906,201 at 1.0, that is 4.14 × (quasi-random order, medians of
-two).
+``--seconds 1``: 219,097 samples/s at 8.1 µs of CPU against 906,201 at 1.0, that is 4.14 × (quasi-random order,
+medians of two).
 
 ``--warm`` (everything in the page cache), 3,000,000 rows, ``--seconds 1``, idle cores, medians of three:
 
