@@ -64,6 +64,39 @@ def test_broken_shards_are_named(tmp_path: Path) -> None:
         open_source(path)
 
 
+@pytest.mark.parametrize("at", ["header", "data", "label"])
+def test_a_tar_shard_that_is_cut_short_is_used_as_far_as_it_goes(tmp_path: Path, at: str) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    shard(folder / "0.tar", range(6))
+    cut = shard(folder / "1.tar", range(6, 12))
+    with tarfile.open(cut) as archive:
+        member = archive.getmember("000009.png" if at == "data" else "000009.cls")
+    end = {"header": member.offset + 100, "data": member.offset_data + 20, "label": member.offset}[at]
+    cut.write_bytes(cut.read_bytes()[:end])
+    with pytest.raises(DataError, match=rf"1\.tar.*(byte {end}|has {end}).*cut short"):
+        open_source(folder, cache=False)
+    with Loader(folder, 4, device="cpu", on_error="skip") as batches:
+        seen = sorted(int(x.sum()) for xs, _ in batches for x in xs)
+        assert seen == sorted(int(p.sum()) for p in PIXELS[:9])
+        assert batches.plan["left_out"] == 1
+        assert "cut short" in batches.statistics.failures[0]
+
+
+def test_a_parquet_shard_that_cannot_be_read_is_left_out_when_asked(tmp_path: Path) -> None:
+    pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    for k in range(3):
+        parquet.write_table(pa.table({"x": [float(k)] * 10, "y": [k % 2] * 10}), tmp_path / f"{k}.parquet")
+    cut = tmp_path / "1.parquet"
+    cut.write_bytes(cut.read_bytes()[:300])
+    with pytest.raises(DataError, match=r"1\.parquet \(it ends at byte 300\) could not be read"):
+        open_source(tmp_path)
+    with Loader(tmp_path, 5, device="cpu", on_error="skip") as batches:
+        assert sorted(x.item() for xs, _ in batches for x in xs) == [0.0] * 10 + [2.0] * 10
+        assert batches.plan["left_out"] == 1
+        assert "1.parquet" in batches.statistics.failures[0]
+
+
 def test_a_broken_image_in_a_shard_is_skipped_when_asked(tmp_path: Path) -> None:
     path = shard(tmp_path / "0.tar", range(12))
     with tarfile.open(path) as archive:

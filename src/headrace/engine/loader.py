@@ -25,7 +25,7 @@ from torch import Tensor
 from headrace.buffer.passes import PassShape
 from headrace.engine.feed import Feed, FeedStatistics, Filled, ResidentFeed
 from headrace.engine.placement import place
-from headrace.engine.residence import gather, resolve_device, workload
+from headrace.engine.residence import gather, left_out_of, resolve_device, workload
 from headrace.engine.wiring import LoaderOptions, make_feed, resume_feed
 from headrace.errors import DataError, OptionError, WorkerError, unknown
 from headrace.order.balanced import BalancedOrder
@@ -84,13 +84,14 @@ class Loader:
             batch_size=batch_size, rounds=rounds, block=block, seed=seed, drop_last=drop_last, rank=rank,
             world_size=world_size, direct=direct, threads=threads, on_error=on_error,
         )  # fmt: skip
-        self.source: Source = open_source(source)
+        self.source: Source = open_source(source, on_error=on_error)
         self.device = resolve_device(device)
         self.order = make_order(order, len(self.source), seed, self.device)
         self.transforms = self._check_transforms(transform)
         self.plan: Plan = place(workload(self.source, self.device), buffer)
         self._feed: Feed = make_feed(self.source, self.device, self.plan, self.options, self.order)
         self.plan = self._feed.plan
+        self._tell_left_out()
         self._at = Position()
         self._continue = False
         self._permutation: Tensor | None = None
@@ -98,6 +99,12 @@ class Loader:
         self.waited_s = 0.0
         """Seconds that the consumer waited for buffers; near zero is good, near the run's time means a slow
         disk."""
+
+    def _tell_left_out(self) -> None:
+        """What was missing when the source was opened stands with what cannot be read later."""
+        for d in left_out_of(self.source):
+            self.plan = self.plan.with_(d.name, d.value, d.reason)
+            self._feed.statistics.failures.append(d.reason)
 
     # ------------------------------------------------------------------ what it is
 
@@ -333,6 +340,7 @@ class Loader:
         self.order.load_state_dict(state["order"])
         self._feed = resume_feed(self._feed, self.device, state, self.options)
         self.plan = self._feed.plan
+        self._tell_left_out()
         self._at = Position(**state["position"])
         self._permutation = None if state["permutation"] is None else state["permutation"].to(self.device)
         self._continue = True

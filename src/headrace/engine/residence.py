@@ -12,7 +12,7 @@ from torch import Tensor
 from headrace.engine.placement import Workload
 from headrace.errors import DeviceError
 from headrace.source.sparse import take_rows
-from headrace.types import Columns, InMemory, Source
+from headrace.types import Columns, Decision, InMemory, Source
 
 CHUNK_BYTES = 64 << 20
 LARGE_GATHER_BYTES = 4 << 20
@@ -111,3 +111,12 @@ def take(values: Tensor, positions: Tensor) -> Tensor:
 def is_large(values: Tensor, positions: Tensor) -> bool:
     """Whether several threads are worth waking for this gather."""
     return len(positions) * values[:1].nbytes > LARGE_GATHER_BYTES
+
+
+def left_out_of(source: Source) -> tuple[Decision, ...]:
+    """What of the data was missing when they were opened with on_error="skip"."""
+    sentences: tuple[str, ...] = getattr(source, "left_out", ())
+    if not sentences:
+        return ()
+    shown = "; ".join(sentences[:5]) + ("; ..." if len(sentences) > 5 else "")
+    return (Decision(name="left_out", value=len(sentences), reason=f"on_error='skip': {shown}"),)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from headrace.engine.losses import resolve_loss, takes_classes
 from headrace.engine.models import make_model
 from headrace.engine.options import FitOptions
-from headrace.engine.residence import resolve_device
+from headrace.engine.residence import left_out_of, resolve_device
 from headrace.engine.split import hold_out
 from headrace.engine.task import TorchTask, make_preparation, probe
 from headrace.errors import DataError, OptionError
@@ -35,7 +35,9 @@ def choose_device(name: str) -> tuple[torch.device, str]:
 def open_data(data: Any, options: FitOptions) -> tuple[Source, Source | None, Plan]:
     """Training source, validation source if any, and what was decided about them."""
     plan = Plan()
-    source: Source = open_source(data, input=options.input, target=options.target)
+    source: Source = open_source(data, input=options.input, target=options.target, on_error=options.on_error)
+    for d in left_out_of(source):
+        plan = plan.with_(d.name, d.value, d.reason)
     plan = _check_values(source, plan)
     validation = options.validation
     if validation is None:

@@ -44,6 +44,8 @@ class ArraySource:
         """Where the data came from, for messages."""
         self.mapped = mapped
         """True when the columns are memory maps of files: reading them may read the disk."""
+        self.left_out: tuple[str, ...] = ()
+        """What was missing when files were opened with on_error="skip", a sentence each."""
         self._stored = stored
         self._spans = dict(spans or {})
         self._served: Columns | None = None

@@ -41,6 +41,8 @@ class Listing:
     paths: list[Path | Member]
     labels: list[int]
     classes: tuple[str, ...]
+    left_out: tuple[str, ...] = ()
+    """What could not be used, a sentence each."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,7 @@ class ImageSource:
         self._labels = torch.tensor(listing.labels)
         self._all: Columns | None = None
         self.columns = columns_of(listing, form)
+        self.left_out = listing.left_out
 
     def __len__(self) -> int:
         return len(self.listing.paths)
@@ -152,13 +155,15 @@ def open_images(listing: Listing, options: OpenOptions) -> ArraySource | ImageSo
     columns = columns_of(listing, form)
     stored = {"x": wrap(x), "y": torch.tensor(listing.labels)}
     span = span_of(x)
-    return ArraySource(
+    source = ArraySource(
         columns,
         stored,
         origin=f"the images in {listing.folder}",
         mapped=True,
         spans={"x": (span,)} if span else {},
     )
+    source.left_out = listing.left_out
+    return source
 
 
 def pillow() -> Any:

@@ -44,6 +44,7 @@ def open_source(
     cache: str | Path | bool = True,
     features: int | None = None,
     threads: int = 0,
+    on_error: Literal["raise", "skip"] = "raise",
 ) -> Source:
     """Open data of any known kind as a source of columns, inputs first and the target last.
 
@@ -54,7 +55,7 @@ def open_source(
     """
     options = OpenOptions(
         input=input, target=target, classes=classes, split=split, size=size, cache=cache, features=features,
-        threads=threads,
+        threads=threads, on_error=on_error,
     )  # fmt: skip
     if isinstance(x, str) and "://" in x:
         return remote.open_url(x, options)
@@ -148,7 +149,7 @@ def open_file(path: Path, options: OpenOptions) -> Source:
     if name.endswith((".parquet", ".pq")):
         return ParquetSource([path], options, str(path))
     if name.endswith(".tar"):
-        return images.open_images(tar.list_shards([path]), options)
+        return images.open_images(tar.list_shards([path], options), options)
     if name.endswith(IPC):
         return tables.from_arrow(tables.read_ipc([path]), options, str(path))
     if name.endswith(CSV):
@@ -187,7 +188,9 @@ def open_folder(folder: Path, options: OpenOptions) -> Source:
     if ipc:
         return tables.from_arrow(tables.read_ipc(ipc), options, f"the folder {folder}")
     if any(path.suffix == ".tar" for path in entries):
-        return images.open_images(tar.list_shards([p for p in entries if p.suffix == ".tar"]), options)
+        return images.open_images(
+            tar.list_shards([p for p in entries if p.suffix == ".tar"], options), options
+        )
     listing = images.list_images(folder)
     if listing.paths:
         return images.open_images(listing, options)

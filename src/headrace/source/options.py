@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from headrace.errors import DataError, OptionError, nearest
+from headrace.errors import DataError, OptionError, nearest, unknown
 
 TARGET_NAMES = ("y", "target", "targets", "label", "labels", "class", "classes")
 
@@ -38,8 +38,12 @@ class OpenOptions:
     """Width of sparse rows, where a file alone cannot tell it."""
     threads: int = 0
     """Threads that decode; 0 takes one for every core."""
+    on_error: Literal["raise", "skip"] = "raise"
+    """``"skip"`` opens shards without what is missing of them and names it in the source's ``left_out``."""
 
     def __post_init__(self) -> None:
+        if self.on_error not in ("raise", "skip"):
+            raise unknown("on_error", self.on_error, ("raise", "skip"))
         sides = (self.size,) if isinstance(self.size, int) else (self.size or ())
         if any(side < 1 for side in sides):
             raise OptionError(

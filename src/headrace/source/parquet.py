@@ -36,7 +36,7 @@ class ParquetSource:
 
     def __init__(self, files: Sequence[Any], options: OpenOptions, origin: str) -> None:
         self.origin = origin
-        self._parts = [open_parquet(file) for file in files]
+        files, self._parts, self.left_out = open_shards(files, options)
         schema = self._parts[0].schema_arrow
         for file, part in zip(files, self._parts, strict=True):
             if part.schema_arrow.names != schema.names:
@@ -122,6 +122,24 @@ class ParquetSource:
         return self._all
 
 
+def open_shards(files: Sequence[Any], options: OpenOptions) -> tuple[list[Any], list[Any], tuple[str, ...]]:
+    """The files that can be read, their footers, and a sentence for each that is left out."""
+    kept: list[Any] = []
+    parts: list[Any] = []
+    left_out: list[str] = []
+    for file in files:
+        try:
+            part = open_parquet(file)
+        except DataError as error:
+            if options.on_error == "raise" or len(files) == len(left_out) + 1:
+                raise
+            left_out.append(str(error))
+            continue
+        kept.append(file)
+        parts.append(part)
+    return kept, parts, tuple(left_out)
+
+
 def open_parquet(file: Any) -> Any:
     """The footer of one Parquet file: a path, or an open file from elsewhere."""
     pa = arrow(f"reading {file}")
@@ -132,4 +150,7 @@ def open_parquet(file: Any) -> Any:
             str(file) if isinstance(file, Path) else file, memory_map=isinstance(file, Path)
         )
     except (pa.ArrowInvalid, OSError) as error:
-        raise DataError(f"{file} could not be read as Parquet: {error}") from error
+        where = (
+            f" (it ends at byte {file.stat().st_size})" if isinstance(file, Path) and file.is_file() else ""
+        )
+        raise DataError(f"{file}{where} could not be read as Parquet: {error}") from error
