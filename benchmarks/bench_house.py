@@ -21,7 +21,8 @@ Measured on a virtual machine with two cores of an AMD Zen 5 with AVX-512, other
 
     batch                1      16      64     256    1024
     network           1.80    1.67    1.87    2.18    2.21
-    LeNet             1.94    1.16    1.22    1.44    1.77    (again: 1.92, 1.13, 1.22, 1.43, 1.31)
+    LeNet             1.94    1.16    1.22    1.44    1.77    (again: 1.92, 1.13, 1.22, 1.43, 1.31; batch 4, 8 and 32:
+                                                               1.53, 1.26 and 1.14)
 
 By processor time on one core, under a load of 6 to 30: the network 1.77 to 2.24, LeNet at batch 8 and 32 0.96 to 1.14.
 Overhead, inside recording and saving: 0.7 % for the network, 1.6 % for LeNet, with a row every 5 to 15 updates; paired

@@ -34,9 +34,10 @@ THREAD_WORK_S = 100e-6
 """One-core work per step below which a second thread only waits: on two cores a LeNet step of one example
 (0.14 ms by this file's estimate) gained nothing, 16 examples (0.4 ms) gained 1.2 ×, 64 gained 1.6 ×."""
 TUNED_UPDATES = 1000  # trying kernels was guessed to take a second; a captured step takes under one ms
-PLAIN_CONVOLUTION_FLOPS = 8e6
-"""Of one update, below which torch's plain convolutions beat oneDNN's. LeNets on images of 8, 28 and 32 pixels, one
-core: 1.55 to 2.25 × as fast at batch 1, 1.2 × at 10e6 operations, even at 13e6 to 20e6, half as fast far above."""
+PLAIN_CONVOLUTION_FLOPS = 20e6
+"""Of one update, below which torch's plain convolutions are at least as fast as oneDNN's. LeNets on images of 8, 28
+and 32 pixels, one core of a Sapphire Rapids: 1.55 to 2.25 × as fast at batch 1, 1.2 × at 10e6 operations, even at 13e6
+to 20e6, half as fast far above. On two cores of a Zen 5, 28 pixels: 1.4 × at batch 4, 1.1 × at 8, 0.65 × at 16."""
 PARAMETER_PASSES = 6
 """How often a step reads or writes each parameter or its gradient: forward, backward, update."""
 DEVICE_DATA_SHARE = 0.8
