@@ -25,8 +25,8 @@ PNAS, K=100  8,226       815 (10.1 x)        746 (11.0 x)          -0.0 % / -0.2
 One seed says nothing about 1 %: seeds differ by 1.5 to 3 %. Means and errors of 40 seeds of headrace against 20 of
 scikit-learn, same documents: AP, K=50, 2958 ± 14 against 2955 ± 16 (+0.1 %); AP, K=100, 2827 ± 10 against 2819 ± 14
 (+0.3 %); KOS, K=50, 1793 ± 5 against 1807 ± 7 (-0.8 %); KOS, K=100, 1766 ± 4 against 1765 ± 7 (+0.0 %).
-NIPS, K=100, 12 seeds against 5: 1965 ± 5 against 1947 ± 13 (+1.0 %); letting topics go changes nothing in that
-(1958 ± 6 both ways on the same 8 seeds). One round of NIPS: 16.5 x scikit-learn and 16.8 x gensim at K=50, 18.8 x and
+NIPS, K=100, 12 seeds against 5: 1965 ± 5 against 1947 ± 13 (+1.0 %); without letting topics go it was 1958 ± 6 on 8
+seeds. One round of NIPS: 16.5 x scikit-learn and 16.8 x gensim at K=50, 18.8 x and
 17.5 x at K=100.
 
 Where the time goes (AP, K=100, topics learned, microseconds per document): iterations 15, copying and turning

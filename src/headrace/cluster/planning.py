@@ -21,8 +21,8 @@ UNSAID_STEPS = 1024
 """The length of a run that has no limit on its steps, where one is needed; a guess."""
 
 BUSY = 0.7
-"""The share of its time that the master may spend merging. In a simulation of 64 workers with steps of uneven length
-none waits long for a master that is busy for 0.7 of the time; at 0.9 each loses a tenth."""
+"""The share of its time that the master may spend merging; a guess. In simulated runs of up to 64 workers with steps of
+uneven length none waits long for a master that is busy this much."""
 
 
 def plan_local_steps(

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from headrace.engine.chain import Chain
+from headrace.engine.hogbatch.merging import row_s
 from headrace.engine.hogbatch.options import HogbatchOptions, check_module
 from headrace.engine.hogbatch.trial import Verdict, candidates, run_trial
 from headrace.engine.options import FitOptions
@@ -26,8 +27,8 @@ from headrace.types import Source
 WORTH_S = 30.0
 """A shorter run is not worth a trial: 3 % of it would be too short to tell configurations apart."""
 SHARE, MOST_S = 0.03, 5.0
-GUESSED_CORE_FLOPS, DEVICE_STEP_S = 5e10, 1.5e-4
-"""To tell a short run from a long one: a core on dense layers, and a captured step of a small network."""
+DEVICE_STEP_S = 1.5e-4
+"""Of a captured step of a small network, to tell a short run from a long one."""
 EPOCHS_UNSAID = 20
 
 
@@ -59,7 +60,7 @@ def why_single(options: FitOptions, cores: int, devices: int) -> str | None:
 def expected_s(task: TorchTask, options: FitOptions, rows: int, cores: int, devices: int) -> float:
     """About how long one device will train."""
     numbers = sum(p.numel() for p in task.module.parameters())
-    per_row = 6.0 * numbers / (GUESSED_CORE_FLOPS * cores)
+    per_row = row_s(numbers, cores)
     if devices:
         per_row = min(per_row, DEVICE_STEP_S / options.batch_size)
     by_rows = rows * (options.epochs if options.epochs is not None else EPOCHS_UNSAID) * per_row

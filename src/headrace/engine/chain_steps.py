@@ -45,7 +45,6 @@ class Steps:
         self._capacity = 0
         sizes = [size for op in linears for size in (op.features_in, op.features_out)]
         self.scratch = self._room(max(SCRATCH, *sizes))
-        self._fixed = list(self._memory)
         zeros = self._room(max(op.features_out for op in linears))
         for row, op, (kind, _) in zip(self.layers, linears, activations, strict=True):
             bias = self._parameters[op.bias].data_ptr() if op.bias is not None else zeros

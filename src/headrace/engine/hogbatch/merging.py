@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from headrace.engine.hogbatch.observer import HogbatchResult
 from headrace.engine.hogbatch.options import HogbatchOptions
+from headrace.plan import GUESSED_CORE_FLOPS
 
 CHOICES = (1, 16, 64)
 TRIAL_S = 0.15
@@ -23,8 +24,6 @@ TRIAL_S = 0.15
 WORTH_S = 20.0
 """A run shorter than this is not worth a second of measuring."""
 NEAR = 0.95
-GUESSED_FLOPS = 5e10
-"""Of one core, to tell a short run from a long one."""
 
 MERGE_FROM, LOCAL_STEPS = 4, 16
 """Without a measurement: replicas from so many workers on, merged every so many steps. Every further core adds
@@ -42,9 +41,14 @@ def by_rule(options: HogbatchOptions) -> tuple[int, str | None]:
     )
 
 
+def row_s(numbers: int, cores: int) -> float:
+    """About how long a chain with so many parameters takes for a row, to tell a short run from a long one."""
+    return 6.0 * numbers / (GUESSED_CORE_FLOPS * max(1, cores))
+
+
 def expected_s(options: HogbatchOptions, numbers: int, rows: int) -> float:
     """About how long the run will take, for a chain with so many parameters."""
-    per_row = 6.0 * numbers / (GUESSED_FLOPS * max(1, options.cpu))
+    per_row = row_s(numbers, options.cpu)
     limits = [rows * options.epochs * per_row]
     if options.updates is not None:
         limits.append(options.updates * options.batch_size * per_row)
