@@ -175,6 +175,7 @@ class ActorCritic:
 
     def _run(self, goal: Goal, records: Records, shown: Progress, callback: Any) -> str:
         def report(row: dict[str, Any]) -> None:
+            self._note_way(records)
             records.metrics(row)
             shown.update(row)
             if callback is not None:
@@ -190,6 +191,13 @@ class ActorCritic:
             self.steps_ += int(records.rows[-1]["step"])
             shown.update(records.rows[-1], last=True)
         return stopped
+
+    def _note_way(self, records: Records) -> None:
+        """Put into the plan how updates run, once that is known."""
+        way = getattr(self._learner, "way", None)
+        if way is not None and "update" not in self.plan:
+            self.plan = self.plan.with_("update", *way)
+            records.write_plan(self.plan)
 
     def _ready_loop(self) -> Loop:
         if self._loop is None:
@@ -293,7 +301,7 @@ class ActorCritic:
         if options["optimizer"] == "own":
             options["optimizer"] = "rmsprop"
         if options["device"].startswith("cuda") and not torch.cuda.is_available():
-            options["device"] = "cpu"
+            options.update(device="cpu", compiled="auto")
         agent = cls(env, **options)
         try:
             files.check_spaces(about, agent.observations.describe(), agent.actions.describe(), agent.name)
