@@ -26,6 +26,7 @@ from headrace.agents.progress import Progress
 from headrace.agents.resolve import resolve
 from headrace.agents.spaces import Actions, Observations
 from headrace.engine.records import Records, open_records
+from headrace.engine.residence import resolve_device
 from headrace.errors import OptionError
 from headrace.types import Plan
 
@@ -95,8 +96,9 @@ class ActorCritic:
         self._note_oddities()
 
     def _decide(self, asked: dict[str, Any]) -> tuple[environments.Made, Config, Plan]:
+        resolve_device(asked["device"])  # refuses what is none before an environment is made
         travels = environments.can_travel(self.env)
-        made = self._make(1 if asked["n_envs"] == "auto" else int(asked["n_envs"]))
+        made = self._make(_count(asked["n_envs"]))
         fixed = None if travels else int(made.env.num_envs)
         observations = Observations(made.env.single_observation_space)
         try:
@@ -322,3 +324,12 @@ class ActorCritic:
             if env is not None:
                 env.close()
         self._apart = None
+
+
+def _count(n_envs: Any) -> int:
+    """How many environments to begin with; one where that is still to be decided."""
+    if n_envs == "auto":
+        return 1
+    if isinstance(n_envs, bool) or not isinstance(n_envs, int):
+        raise OptionError(f'n_envs={n_envs!r} must be "auto" or a whole number')
+    return n_envs
