@@ -22,7 +22,8 @@ import headrace as hr
 from headrace.agents.environments import double_frame_skip
 from headrace.agents.goal import Goal
 from headrace.agents.spaces import Actions, Observations
-from headrace.errors import (, DeviceError
+from headrace.errors import (
+    DeviceError,
     DivergenceError,
     MissingExtraError,
     ModelError,
@@ -127,7 +128,7 @@ def test_squashed_actions_reach_the_bounds_and_no_further() -> None:
         ({"env": Match, "policy": torch.nn.Linear(3, 4)}, "failed on two observations"),
         ({"env": Match, "policy": torch.nn.LSTM(2, 4)}, r"action outputs \(batch, 2\)"),
         ({"env": Match, "policy": "lstm", "overlap": True}, "without memory"),
-        ({"env": Match, "n_envs": "eight"}, 'n_envs=\'eight\' must be "auto" or a whole number'),
+        ({"env": Match, "n_envs": "eight"}, "n_envs='eight' must be \"auto\" or a whole number"),
         ({"env": Match, "device": "gpu"}, "'gpu' is no device; say 'auto'"),
         ({"env": Match, "device": "cuda:99"}, "this machine has"),
     ],
