@@ -69,7 +69,9 @@ def test_no_denormal_stays_in_the_rows(corpus: csr_matrix) -> None:
     # They would be there: nearly all words of nearly all topics are at the prior.
     assert (rows == 0).mean() > 0.5
     run_steps(topics, documents, [(0, 64)], lambda: how, Rate(), 1, 300.0, [scratch])
-    assert [denormals(values) for values in (scratch.rows, scratch.powers, scratch.block, topics.excess)] == [0] * 4
+    assert [denormals(values) for values in (scratch.rows, scratch.powers, scratch.block, topics.excess)] == [
+        0
+    ] * 4
 
 
 @pytest.mark.parametrize("flushing", [False, True])

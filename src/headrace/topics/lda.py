@@ -289,7 +289,9 @@ class LatentDirichletAllocation(ClassNamePrefixFeaturesOutMixin, TransformerMixi
                 )
         ratio = float(self.total_samples) / len(corpus) if sub_sampling else 1.0
         learner = self._learner()
-        bound = learner.bound(corpus, doc_topic_distr) * ratio + topic_bound(self._topics, learner.settings.jobs)
+        bound = learner.bound(corpus, doc_topic_distr) * ratio + topic_bound(
+            self._topics, learner.settings.jobs
+        )
         return per_word(bound, corpus.words * ratio)
 
     def held_out_perplexity(self, X: Any, seed: int = 0) -> float:
