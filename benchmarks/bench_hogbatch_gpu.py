@@ -30,8 +30,8 @@ One H200 with 16 cores, torch 2.11, --quick:
     14 CPU workers against one            9.8, 9.6 and 9.1 × merging every 1, 16 and 64 steps; 14 processes that only
                                           count make 9.5 × what one makes there, so this is the machine's own limit
     merging every 16 or 8 steps           costs -1.5 and 0.7 % of the GPU worker's time
-    210 MB of parameters, every 8 steps   1,098 instead of 1,182 updates/s (7.1 %) in runs of 1.8 s, of which waiting for
-                                          the last exchange is a part; 13.6 merges a second
+    210 MB of parameters, every 8 steps   1,098 instead of 1,182 updates/s (7.1 %) in runs of 1.8 s, which end with a
+                                          wait for the last exchange; 13.6 merges a second
 
 The processes that share nothing, in `cores`, and runs of 4.8 s in `big` came after this measurement.
 """
