@@ -15,13 +15,16 @@ files beyond memory are.
 rows is the one that ``rounds=1`` ends with. A third model is slower than the disk: there "auto" stays at one round
 and gains nothing.
 
-One H200 with 16 cores, torch 2.11, --quick (6 GB on disk, O_DIRECT, buffers of 2 GiB):
+One H200 with 16 cores, torch 2.11, ``--quick --gigabytes 20`` (20.0 GB on disk, written in 9.2 s; O_DIRECT, buffers of
+2 GiB; 50 s in all). The loader's rate against dd's is that of an earlier run with 6 GB: one read of each side alone,
+and the disk is shared, so this one's 2.00 of 2.60 GB/s (77 %) stands beside 2.33 of 2.46 (95 %).
 
-    the loader alone     2.33 GB/s, 95 % of dd's 2.46; 0.21 µs of CPU a row; pinned memory to the device 55 GB/s
-    memory               host 4.08 GB of 4.20 declared, device 4.042 GB
-    busy                 99.9 % of the time after the first buffer, largest gap 4.9 ms; 96 % of resident rows' rate
-    rounds, digits       loss 1.216 after 1.29 s with R=1, after 0.69 s with "auto" (R 1 to 5): 1.86 ×
-    rounds, forest       loss 0.560 after 1.73 s with R=1, after 1.00 s with "auto" (R 1 to 4): 1.72 ×
+    the loader alone     2.00 and 2.33 GB/s, 77 and 95 % of dd; 0.22 µs of CPU a row; pinned to device 55 GB/s
+    memory               host 4.136 GB of 4.222 declared, device 4.059 GB of 4.067
+    busy                 99.95 % of 14.8 s after the first buffer (10 buffers), largest gap 5.9 ms; 99 % of resident
+                         rows' rate; nvidia-smi says 98 %
+    rounds, digits       loss 1.216 after 1.90 s with R=1, after 1.11 s with "auto" (R 1 to 5): 1.71 ×
+    rounds, forest       loss 0.560 after 1.96 s with R=1, after 1.32 s with "auto" (R 1 to 4): 1.48 ×
     rounds, slow model   "auto" stays at R=1: 1.00 ×
 """
 
