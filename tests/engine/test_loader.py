@@ -360,3 +360,35 @@ def test_files_are_read_where_nobody_can_tell_what_is_cached(
     found = [str(w.message) for w in warned if "x.npy" in str(w.message)]
     assert len(found) == int(told)
     assert not told or "the whole file is read" in found[0]
+
+
+def by_column(x: Any) -> Any:
+    return np.asfortranarray(x)
+
+
+def part_of_a_table(x: Any) -> Any:
+    return np.hstack([x, x])[:, : x.shape[1]]
+
+
+@pytest.mark.parametrize("made", [by_column, part_of_a_table])
+@pytest.mark.parametrize("room", [True, False])
+def test_rows_that_lie_apart(made: Any, room: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arrays that do not lie row behind row give the same batches, and no gather moves the whole of them."""
+    from headrace.engine import residence
+
+    x, y = np.random.default_rng(0).normal(size=(200, 5)).astype(np.float32), np.arange(200)
+    take, seen = np.take, []
+
+    def watched(values: Any, *given: Any, **more: Any) -> Any:
+        seen.append(values.flags.c_contiguous)
+        return take(values, *given, **more)
+
+    monkeypatch.setattr(residence.np, "take", watched)
+    if not room:
+        monkeypatch.setattr(residence, "free_memory", lambda: 100)
+    options: dict[str, Any] = {"batch_size": 16, "seed": 1, "device": "cpu", "buffer": "memory"}
+    apart, usual = Loader((made(x), y), **options), Loader((x, y), **options)
+    for (a, i), (b, j) in zip(apart, usual, strict=True):
+        assert a.equal(b) and i.equal(j)
+    assert seen and all(seen)
+    assert ("copied" in apart.plan) == room and "copied" not in usual.plan

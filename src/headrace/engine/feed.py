@@ -29,7 +29,7 @@ from headrace.buffer.pipeline import Loaded, OnError, Pause, Pipeline, nothing
 from headrace.buffer.slots import Lane, Slot
 from headrace.buffer.stage import DeviceStage
 from headrace.engine.placement import MEMORY_SHARE
-from headrace.engine.residence import free_memory, load
+from headrace.engine.residence import copied, free_memory, load
 from headrace.engine.reuse import Reuse
 from headrace.types import Columns, Plan, Source, Spanned
 
@@ -88,6 +88,8 @@ class ResidentFeed:
         self.source, self.device, self.shape, self.reuse = source, device, shape, reuse
         reuse.auto = False
         self.plan = plan.with_("rounds", reuse.current, "all rows stay, so a round is a pass")
+        for d in copied(source, device):
+            self.plan = self.plan.with_(d.name, d.value, d.reason)
         self.statistics = FeedStatistics()
         self._columns: Columns | None = None
         self._fetch: Fetch | None = None
