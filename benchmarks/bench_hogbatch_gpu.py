@@ -19,23 +19,28 @@ the loss that it reached. ``--standin`` replaces the GPU by a CPU core, to try t
 What an early prototype measured on an H200 with 16 cores: alone 7.2k updates/s at batch 64 (loss 0.129 after 12 s),
 with CPU workers 10.5k (0.106); alone at batch 512 0.065, with CPU workers 0.063.
 
-One H200 with 16 cores, torch 2.11, --quick, when every step was a replay of its own:
+One H200 with 16 cores, torch 2.11, --quick:
 
-    the usual eager loop                  588 updates/s
-    GPU alone, batch 64                   8,057 updates/s, loss 0.191 after 4.5 s
-    GPU and 14 CPU workers, batch 64      1,914 and 4,324 updates/s, loss 0.191 after 6.4 s: 0.71 × as fast as alone
-    GPU alone, batch 512, step 0.4        5,558 updates/s, loss 0.10 after 3.6 s: 54 × the eager loop's (extrapolated)
-    14 CPU workers against one            27.8 × (the one takes torch's steps, the fourteen compiled ones)
-    merging every 16 or 8 steps           costs 1.4 and 1.2 % of the GPU worker's time
-    210 MB of parameters, every 8 steps   costs 37 %: 14.5 merges a second are what one host thread adds up
+    the usual eager loop                  573 updates/s
+    GPU alone, batch 64                   8,415 updates/s, loss 0.202 after 4.3 s
+    GPU and 14 CPU workers, batch 64      8,083 and 6,315 updates/s, loss 0.202 after 2.85 s: 1.52 × as fast as alone,
+                                          22 × the eager loop (extrapolated)
+    GPU alone, batch 512, step 0.4        5,761 updates/s, loss 0.10 after 3.5 s: 62 × the eager loop (extrapolated)
+    auto                                  chose the GPU alone at 512, in 3.8 s
+    14 CPU workers against one            9.8, 9.6 and 9.1 × merging every 1, 16 and 64 steps; 14 processes that only
+                                          count make 9.5 × what one makes there, so this is the machine's own limit
+    merging every 16 or 8 steps           costs -1.5 and 0.7 % of the GPU worker's time
+    210 MB of parameters, every 8 steps   1,098 instead of 1,182 updates/s (7.1 %) in runs of 1.8 s, which end with a
+                                          wait for the last exchange; 13.6 merges a second
 
-Fourteen busy cores beside it left the GPU waiting for its host. Several steps a replay came after this measurement.
+The processes that share nothing, in `cores`, and runs of 4.8 s in `big` came after this measurement.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import multiprocessing
 import time
 import traceback
 from collections.abc import Callable
@@ -46,6 +51,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from headrace.engine.chain import Chain
 from headrace.engine.hogbatch import HogbatchOptions, Observer, OptimiserSpec, run_hogbatch
 from headrace.engine.hogbatch.options import cores
 from headrace.engine.hogbatch.trial import candidates, run_trial
@@ -200,7 +206,7 @@ class Bench:
         return result.rows / result.seconds, device / result.seconds
 
     def cores(self) -> None:
-        """All CPU workers against one, at batch 64."""
+        """All CPU workers against one, at batch 64, and what as many processes that share nothing do."""
         usual: dict[str, Any] = {"algorithm": "hogwild", "epochs": 1_000_000, "seconds": self.args.cores_s}
         usual |= {"optimiser": OptimiserSpec(lr=0.05), "compiled": True, "scaling": "off"}
         one, _ = self.rate(HogbatchOptions(cpu=1, **usual))
@@ -210,6 +216,8 @@ class Bench:
             say(
                 f"{self.cpu} CPU workers, merging every {every}: {many:.0f} rows/s, {many / one:.2f} × (target ≥ 11)"
             )
+        alone, together = (sum(apart(n, self.args.cores_s)) for n in (1, self.cpu))
+        say(f"{self.cpu} processes that share nothing, the same steps: {together / alone:.2f} × one of them")
 
     def merging(self) -> None:
         """What merging costs the GPU worker, alone and beside CPU workers."""
@@ -223,14 +231,15 @@ class Bench:
 
     def big(self) -> None:
         """210 MB of parameters: exchanges take a tenth of a second each, and the steps must not wait for them."""
-        wide, size = (7000, 7500) if not self.args.standin else (700, 750)
-        g = torch.Generator().manual_seed(0)
-        x, y = torch.randn(2048, wide, generator=g), torch.randint(0, 2, (2048,), generator=g)
+        size = 7200 if not self.args.standin else 720
         rates = {}
         for steps in (1_000_000, 8):
-            module = nn.Sequential(nn.Linear(wide, size), nn.ReLU(), nn.Linear(size, 2))
-            options = self.options(64, 0.01, steps, 0, seconds=2 * self.args.cores_s)
-            result = run_hogbatch(module, {"x": x, "y": y}, F.cross_entropy, options)
+            first = nn.Linear(self.problem.x.shape[1], size)
+            module = nn.Sequential(first, nn.ReLU(), nn.Linear(size, size), nn.ReLU(), nn.Linear(size, 2))
+            options = self.options(
+                64, 0.01, steps, 0, seconds=8 * self.args.cores_s
+            )  # the last merge is waited for
+            result = run_hogbatch(module, self.columns, F.cross_entropy, options)
             rates[steps] = result.updates / result.seconds
             merges = sum(w.merges for w in result.workers) / result.seconds
             cost = 1 - rates[steps] / rates[1_000_000]
@@ -249,6 +258,39 @@ class Bench:
         say(f"auto, after {time.perf_counter() - began:.1f} s: {verdict.reason}")
         if not self.args.quick:
             self.train("auto's choice", verdict.options, self.args.seconds, self.args.target)
+
+
+def apart(processes: int, seconds: float) -> list[float]:
+    """Rows a second of each of so many processes that train a network of their own at the same time."""
+    context = multiprocessing.get_context("spawn")
+    start, found = context.Barrier(processes), context.Queue()
+    made = [context.Process(target=one_apart, args=(start, found, seconds)) for _ in range(processes)]
+    for process in made:
+        process.start()
+    rates = [found.get() for _ in made]
+    for process in made:
+        process.join()
+    return rates
+
+
+def one_apart(start: Any, found: Any, seconds: float) -> None:
+    """The compiled steps of a CPU worker on a network and rows of its own."""
+    torch.set_num_threads(1)
+    widths = ((54, 512), (512, 512), (512, 512))
+    layers: list[nn.Module] = [part for pair in widths for part in (nn.Linear(*pair), nn.ReLU())]
+    net = nn.Sequential(*layers, nn.Linear(512, 2))
+    chain = Chain.of(net, F.cross_entropy)[0]
+    assert chain is not None
+    bound = chain.bind({name: p.detach() for name, p in net.named_parameters()})
+    bound.fuse()
+    x, y = torch.randn(64 * 64, 54).split(64), torch.randint(0, 2, (64 * 64,)).split(64)
+    bound.step(x[0], y[0], 0.05, 0.0)
+    start.wait()
+    began, steps = time.perf_counter(), 0
+    while time.perf_counter() - began < seconds:
+        bound.step(x[steps % 64], y[steps % 64], 0.05, 0.0)
+        steps += 1
+    found.put(64 * steps / (time.perf_counter() - began))
 
 
 def say(text: str) -> None:

@@ -125,6 +125,32 @@ def test_kernel_functions(function: Any, words: str, centers: int | None) -> Non
         KernelRegressor(function, centers=centers, verbose=False).fit(X, Y)
 
 
+@pytest.mark.parametrize("centers", [None, 20])
+def test_a_kernel_function_that_raises(centers: int | None) -> None:
+    def lopsided(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return a[:, :2] @ b.T
+
+    with pytest.raises(
+        ModelError, match=r"kernel lopsided raised RuntimeError on two tensors of the shapes"
+    ) as found:
+        KernelRegressor(lopsided, centers=centers, verbose=False).fit(X, Y)
+    assert str(X.shape[1]) in str(found.value)
+    assert isinstance(found.value.__cause__, RuntimeError)
+
+
+def test_a_kernel_function_that_runs_out_of_memory_gets_smaller_blocks() -> None:
+    widths = []
+
+    def hungry(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        widths.append(len(b))
+        if len(widths) == 1:
+            raise torch.OutOfMemoryError("out of memory")
+        return torch.exp(-torch.cdist(a, b))
+
+    model = KernelRegressor(hungry, bandwidth=1.0, verbose=False).fit(X, Y)
+    assert np.isfinite(model.predict(X)).all()
+
+
 @pytest.mark.parametrize("inside", [True, False])
 def test_a_step_too_large_is_halved_and_training_goes_on(inside: bool) -> None:
     """A subsample far too small for the batch: without the guard this diverges."""

@@ -203,6 +203,27 @@ def test_centres_are_split_over_devices() -> None:
     np.testing.assert_allclose(split.decision_function(X[:50]), one.decision_function(X[:50]), atol=1e-8)
 
 
+@pytest.mark.gpu
+def test_centres_are_split_over_what_stands_for_two_gpus() -> None:
+    X, y = blobs(7000)
+    options = {
+        "batch_size": 500,
+        "bandwidth": 3.0,
+        "epochs": 4,
+        "tol": 0,
+        "momentum": False,
+        "verbose": False,
+    }
+    one = KernelClassifier(device="cuda:0", max_memory="400MB", **options).fit(X, y)
+    split = KernelClassifier(device=["cuda:0", "cuda:0"], **options).fit(X, y)
+    assert len(split.model_.expansion.parts) == 2
+    assert split.plan_["products"] == "fused"
+    assert split.plan_["steps"] == "launched"
+    a, b = one.decision_function(X[:500]), split.decision_function(X[:500])
+    assert np.abs(a - b).max() < 2e-2 * np.abs(a).max()
+    np.testing.assert_allclose(split.residuals_, one.residuals_, rtol=5e-3)
+
+
 def test_momentum_wins_on_a_badly_conditioned_kernel() -> None:
     random = np.random.RandomState(0)
     X = random.randn(3000, 5)

@@ -167,6 +167,15 @@ def test_bound_is_the_oracles(oracle: Any, corpus: csr_matrix) -> None:
     assert ours == pytest.approx(expected, rel=1e-6)
 
 
+def test_the_topics_part_of_the_bound_is_the_same_in_threads(oracle: Any) -> None:
+    components = np.random.RandomState(0).gamma(0.5, 2.0, (6, 1300)) + 0.1
+    topics = Topics.from_components(components, 0.3)
+    assert topic_bound(topics, 3) == topic_bound(topics)
+    nothing = csr_matrix((1, 1300))
+    expected = oracle.bound(documents_of(nothing), components, np.full((1, 6), 0.2), np.full(6, 0.2), 0.3)
+    assert topic_bound(topics, 3) == pytest.approx(expected, rel=1e-6)
+
+
 def test_a_document_that_needs_a_topic_back(oracle: Any) -> None:
     """At first topic 0 holds the frequent word and topic 1 leaves; then topic 2 takes that word over."""
     components = np.array([[500.0, 1000, 98500], [0.001, 90, 99910], [1000.0, 0.001, 99000]])

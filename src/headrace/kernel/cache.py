@@ -12,6 +12,7 @@ from torch import Tensor
 
 from headrace.kernel.operands import slice_rows, take_rows
 from headrace.kernel.products import FUSED_OUTPUTS, KernelProduct
+from headrace.kernel.rows import Rows, numbers
 from headrace.kernel.tiles import chosen
 
 BUILD_ROWS = 512
@@ -60,15 +61,19 @@ class KernelCache:
                     # While the block is still in the processor's cache.
                     matrix[beyond:high, start:stop] = block[:, beyond - low :].T
 
-    def values(self, rows: slice, weights_nc: Tensor) -> Tensor:
+    def reads_rows(self, outputs: int) -> bool:
+        """Whether products read rows by their numbers, with no copy of the block."""
+        return self.product.fused and outputs <= FUSED_OUTPUTS and self.padded.dtype == torch.float16
+
+    def values(self, rows: Rows, weights_nc: Tensor) -> Tensor:
         """K[rows, :]·weights."""
+        if self.reads_rows(weights_nc.shape[1]):
+            from headrace.kernel.fused import half_multiply
+
+            return half_multiply(self.padded, numbers(rows, self.padded), weights_nc)
         block = self.matrix_nn[rows]
         if block.dtype == weights_nc.dtype:
             return torch.mm(block, weights_nc)
-        if self.product.fused and weights_nc.shape[1] <= FUSED_OUTPUTS:
-            from headrace.kernel.fused import half_multiply
-
-            return half_multiply(self.padded[rows], weights_nc)
         result = torch.zeros(block.shape[0], weights_nc.shape[1], dtype=weights_nc.dtype, device=block.device)
         step = max(1, self.product.block_values // max(1, block.shape[0]))
         for low in range(0, block.shape[1], step):
@@ -76,8 +81,12 @@ class KernelCache:
             result.addmm_(piece.copy_(block[:, low : low + step]), weights_nc[low : low + step])
         return result
 
-    def head(self, rows: slice, samples: int) -> Tensor:
-        """K[rows, S], without a copy in full precision."""
+    def head(self, rows: Rows, samples: int) -> Tensor:
+        """K[rows, S], in the precision of the operands."""
+        if self.product.fused and self.padded.dtype == torch.float16:
+            from headrace.kernel.fused import half_head
+
+            return half_head(self.padded, numbers(rows, self.padded), samples)
         return self.matrix_nn[rows, :samples].to(self.product.operands.dtype)
 
 

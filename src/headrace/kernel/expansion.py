@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from headrace.kernel.products import KernelProduct
+from headrace.kernel.rows import Rows
 
 
 @dataclass(kw_only=True)
@@ -56,8 +57,11 @@ class Expansion:
             total += values.to(total.device)
         return total
 
-    def add(self, rows: slice, delta_mc: Tensor, scale: float) -> None:
-        """weights[rows] += scale·delta, for a slice with a start and a step."""
+    def add(self, rows: Rows, delta_mc: Tensor, scale: float) -> None:
+        """weights[rows] += scale·delta; row numbers instead of a slice are for a single part."""
+        if not isinstance(rows, slice):
+            self.first.weights_pc.index_add_(0, rows, delta_mc, alpha=scale)
+            return
         for part in self.parts:
             mine, positions = rows_within(rows, part.start, part.stop)
             part.weights_pc[mine].add_(delta_mc[positions].to(part.weights_pc.device), alpha=scale)
@@ -66,8 +70,10 @@ class Expansion:
         """weights[:s] += scale·delta."""
         self.first.weights_pc[: delta_sc.shape[0]].add_(delta_sc, alpha=scale)
 
-    def rows_of(self, rows: slice) -> Tensor:
+    def rows_of(self, rows: Rows) -> Tensor:
         """The weights of those rows, on the first device."""
+        if not isinstance(rows, slice):
+            return self.first.weights_pc.index_select(0, rows)
         pieces = []
         for part in self.parts:
             mine, _ = rows_within(rows, part.start, part.stop)

@@ -26,13 +26,14 @@ from headrace.kernel.expansion import Expansion, Part
 from headrace.kernel.functions import KernelFunction
 from headrace.kernel.inputs import Merged, merge_copies, row_keys
 from headrace.kernel.losses import Loss
-from headrace.kernel.memory import Workload, memory_budget, words
+from headrace.kernel.memory import Workload, is_out_of_memory, memory_budget, words
 from headrace.kernel.model import Model
 from headrace.kernel.operands import Operands, slice_rows
 from headrace.kernel.planning import WHOLE_ROWS_CPU, WHOLE_ROWS_CUDA, Layout, lay_out, set_pace
 from headrace.kernel.precondition import build_preconditioner
-from headrace.kernel.products import CPU_BLOCK_VALUES, CUDA_BLOCK_VALUES, KernelProduct
+from headrace.kernel.products import CPU_BLOCK_VALUES, CUDA_BLOCK_VALUES, FUSED_OUTPUTS, KernelProduct
 from headrace.kernel.rates import wanted_batch
+from headrace.kernel.replay import cuda_graph, decide_replay
 from headrace.kernel.resident import all_finite, place_rows
 from headrace.kernel.solver import Course, Problem, solve
 from headrace.types import Plan
@@ -132,13 +133,6 @@ def with_less_memory(attempt: Callable[[int, int], Model], budget: int, say: Say
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
     raise AssertionError
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    text = str(error).lower()
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
-        "allocate memory" in text or "out of memory" in text or "not enough memory" in text
-    )
 
 
 def with_bandwidth(rows: Any, merged: Merged, settings: Settings) -> tuple[Settings, Plan]:
@@ -328,6 +322,13 @@ def train(
         )
         pace = set_pace(layout, preconditioner, rows=n, ridge=ridge, wants_momentum=settings.momentum)
         model.plan = join(model.plan, Plan(decisions=pace.plan.decisions[len(layout.plan.decisions) :]))
+        replays = False
+        if settings.devices.on_cuda:
+            reads_rows = layout.cached and first_row == 0 and settings.tf32 and product.fused
+            replays, why = decide_replay(
+                reads_rows and model.outputs <= FUSED_OUTPUTS, settings.epochs * -(-n // pace.batch)
+            )
+            model.plan = model.plan.with_("steps", "replayed" if replays else "launched", why)
         if settings.loss.name == "logistic":
             model.plan = model.plan.with_(
                 "curvature", curvature, "largest of the logistic loss; steps use it"
@@ -364,12 +365,15 @@ def train(
                 epochs=settings.epochs,
                 tol=settings.tol,
                 momentum=pace.momentum,
+                capture=cuda_graph(settings.devices.first) if replays else None,
                 check_inside=not settings.devices.on_cuda,
                 seed=settings.seed,
                 say=settings.say,
                 after_epoch=ended,
             ),
         )
+    if outcome.capture_failed:
+        model.plan = model.plan.with_("steps", "launched", f"capturing failed: {outcome.capture_failed}")
     model.residuals = outcome.residuals
     model.halvings = outcome.halvings
 

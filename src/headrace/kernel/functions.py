@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from headrace.errors import ModelError, OptionError, unknown
+from headrace.kernel.memory import is_out_of_memory
 
 Family = Literal["radial", "dot", "callable"]
 
@@ -136,7 +137,16 @@ def find_kernel(kernel: object) -> KernelFunction:
 def call_user_kernel(kernel: KernelFunction, left_md: Tensor, right_nd: Tensor) -> Tensor:
     """The user's kernel on two blocks of rows, with its answer checked."""
     assert kernel.function is not None
-    answer = kernel.function(left_md, right_nd)
+    try:
+        answer = kernel.function(left_md, right_nd)
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise  # a smaller block may do
+        raise ModelError(
+            f"kernel {kernel.name} raised {type(error).__name__} on two tensors of the shapes "
+            f"{tuple(left_md.shape)} and {tuple(right_nd.shape)} ({left_md.dtype}, on {left_md.device}): {error}; "
+            "it is given rows and must return the matrix of their kernel values"
+        ) from error
     if isinstance(answer, np.ndarray):
         answer = torch.from_numpy(answer)
     if not isinstance(answer, Tensor):

@@ -3,7 +3,8 @@
 `fused_multiply` (at most 64 outputs): a program owns a tile of rows and walks over centres, computes squared
 distances on the tensor cores, turns them into kernel values in registers and multiplies by the weights.
 `kernel_block` (more outputs, and the cached matrix) writes tiles of kernel values, in float32 or float16.
-`half_multiply` multiplies a kernel matrix kept in float16.
+`half_multiply` multiplies rows of a kernel matrix kept in float16, and `half_head` takes their first columns. Which
+rows is read from the device, so that a CUDA graph can hold the launch.
 
 Precision. Features are float16 (`Packed`); `operands.py` rounded the rows to what float16 holds and took the
 norms of the rounded rows, so these products are exact but for float32 accumulation: the kernel is that of data
@@ -32,6 +33,7 @@ from headrace.kernel.tiles import Tiles
 WIDTH = 64
 """Feature columns are a multiple of this: the depth of one step on the tensor cores."""
 HALF_M, HALF_N, HALF_WARPS, HALF_STAGES = 64, 128, 4, 4
+HEAD_TILE = 1024
 GROUP = 8
 """Row tiles that run beside one another in `kernel_block`, to share centres in the second-level cache."""
 WIDE = 64
@@ -251,6 +253,7 @@ def _block_kernel(
 @triton.jit
 def _half_kernel(
     matrix,
+    rows,
     weights,
     top,
     out,
@@ -268,7 +271,7 @@ def _half_kernel(
     SPLITS: tl.constexpr,
 ):
     rows_m = tl.program_id(0).to(tl.int64) * TILE_M + tl.arange(0, TILE_M)
-    at = matrix + tl.minimum(rows_m, M - 1)[:, None] * stride_m
+    at = matrix + tl.load(rows + tl.minimum(rows_m, M - 1))[:, None] * stride_m
     columns = tl.arange(0, 2 * TILE_C)
     result = tl.zeros((TILE_M, 2 * TILE_C), dtype=tl.float32)
     for low in range(tl.program_id(1) * TILE_N, N, TILE_N * SPLITS):
@@ -281,6 +284,15 @@ def _half_kernel(
         )
         result = tl.dot(value, w, result)
     _add_halves(result, top, out, rows_m, M, C, stride_o, BITS, TILE_C)
+
+
+@triton.jit
+def _head_kernel(matrix, rows, out, S, stride_m, TILE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    inside = columns < S
+    values = tl.load(matrix + tl.load(rows + row) * stride_m + columns, mask=inside, other=0.0)
+    tl.store(out + row * S + columns, values.to(tl.float32), mask=inside)
 
 
 def split_weights(weights_nc: Tensor) -> tuple[Tensor, Tensor]:
@@ -364,18 +376,19 @@ def kernel_block(code: int, left: Packed, right: Packed, out_mn: Tensor, tiles: 
     return out_mn
 
 
-def half_multiply(matrix_mn: Tensor, weights_nc: Tensor) -> Tensor:
-    """A half-precision matrix times float32 weights, in float32.
+def half_multiply(matrix_nn: Tensor, rows_m: Tensor, weights_nc: Tensor) -> Tensor:
+    """The rows with those numbers of a half-precision matrix times float32 weights, in float32.
 
     The matrix may be wider than there are weights, if what is beyond is finite.
     """
-    (m, n), (w, c) = matrix_mn.shape, weights_nc.shape
+    m, n, (w, c) = len(rows_m), matrix_nn.shape[1], weights_nc.shape
     halves, top = split_weights(weights_nc)
     out = torch.zeros(m, c, dtype=torch.float32, device=halves.device)
     grid_m = triton.cdiv(m, HALF_M)
     splits = splits_for(grid_m, triton.cdiv(n, HALF_N), halves.device)
     _half_kernel[(grid_m, splits)](
-        matrix_mn,
+        matrix_nn,
+        rows_m,
         halves,
         top,
         out,
@@ -383,7 +396,7 @@ def half_multiply(matrix_mn: Tensor, weights_nc: Tensor) -> Tensor:
         n,
         w,
         c,
-        matrix_mn.stride(0),
+        matrix_nn.stride(0),
         halves.stride(0),
         out.stride(0),
         BITS=SCALED_BITS,
@@ -394,6 +407,14 @@ def half_multiply(matrix_mn: Tensor, weights_nc: Tensor) -> Tensor:
         num_warps=HALF_WARPS,
         num_stages=HALF_STAGES,
     )
+    return out
+
+
+def half_head(matrix_nn: Tensor, rows_m: Tensor, samples: int) -> Tensor:
+    """The first columns of the rows with those numbers, in float32; one launch where torch needs one for each 2 GB."""
+    out = torch.empty(len(rows_m), samples, dtype=torch.float32, device=matrix_nn.device)
+    grid = (len(rows_m), triton.cdiv(samples, HEAD_TILE))
+    _head_kernel[grid](matrix_nn, rows_m, out, samples, matrix_nn.stride(0), TILE=HEAD_TILE)
     return out
 
 

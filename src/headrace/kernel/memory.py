@@ -76,6 +76,13 @@ def words(size: float) -> str:
     raise AssertionError
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    text = str(error).lower()
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
+        "allocate memory" in text or "out of memory" in text or "not enough memory" in text
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Workload:
     """What has to be held."""

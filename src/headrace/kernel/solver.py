@@ -26,6 +26,8 @@ from headrace.kernel.expansion import Expansion
 from headrace.kernel.formulas import Momentum
 from headrace.kernel.losses import Loss
 from headrace.kernel.precondition import Preconditioner
+from headrace.kernel.replay import Capture, Replayed
+from headrace.kernel.rows import Rows, taken
 
 GROWTH = 2.0
 """An epoch's mean squared residual may be this much above the smallest before. With 1.1 the order of ten
@@ -68,6 +70,8 @@ class Course:
     momentum: Momentum | None = None
     check_inside: bool = True
     """Look for divergence inside an epoch too; costs a synchronisation on an accelerator."""
+    capture: Capture | None = None
+    """How a step is captured and repeated; None takes every step anew. Needs a cache that reads rows by number."""
     seed: int = 0
     say: Callable[[str], None] = lambda sentence: None
     after_epoch: Callable[[int, float], bool] = lambda epoch, residual: False
@@ -83,6 +87,7 @@ class Outcome:
     halvings: int = 0
     step: float = 0.0
     momentum_dropped: bool = False
+    capture_failed: str = ""
 
     @property
     def epochs(self) -> int:
@@ -104,17 +109,19 @@ def solve(problem: Problem, preconditioner: Preconditioner, course: Course) -> O
     smallest = first
     floor = first * (NOISE_UNITS * torch.finfo(problem.targets_nc.dtype).eps) ** 2
     generator = torch.Generator().manual_seed(course.seed)
+    stepper: _PlainStepper | None = None
     while outcome.epochs < course.epochs:
+        if stepper is None:
+            stepper = _stepper(problem, preconditioner, outcome.step, momentum)
+            step = _captured(stepper, course, outcome)
         kept = [weights.clone() for weights in problem.expansion.weights()]
         try:
-            square = _epoch(
-                problem, preconditioner, course, outcome.step, momentum, smallest, floor, generator
-            )
+            square = _epoch(stepper, step, course, smallest, floor, generator)
             if not square <= max(GROWTH * smallest, floor):
                 raise _Grown
         except _Grown:
             _retreat(problem, kept, outcome, momentum is not None, course)
-            momentum = None
+            momentum = stepper = None
             # The weights gone back to may be the end of a growing epoch: no step would get below its start
             # at once.
             smallest *= GROWTH
@@ -166,50 +173,77 @@ def batches(first: int, stop: int, batch: int, generator: torch.Generator) -> It
         yield slice(first + start, stop, count)
 
 
+def _captured(stepper: _PlainStepper, course: Course, outcome: Outcome) -> Callable[[slice], None]:
+    """The stepper's step, captured where that was asked for and has not failed before."""
+    problem = stepper.problem
+    if course.capture is None or outcome.capture_failed:
+        return stepper.step
+
+    def failed(why: str) -> None:
+        outcome.capture_failed = why
+        course.say(f"a step could not be captured ({why}): each is launched anew")
+
+    return Replayed(
+        stepper.step,
+        rows=problem.targets_nc.shape[0],
+        stride=-(-(problem.targets_nc.shape[0] - problem.first_row) // course.batch),
+        device=problem.targets_nc.device,
+        capture=course.capture,
+        on_failure=failed,
+    )
+
+
 def _epoch(
-    problem: Problem,
-    preconditioner: Preconditioner,
+    stepper: _PlainStepper,
+    step: Callable[[slice], None],
     course: Course,
-    step: float,
-    momentum: Momentum | None,
     smallest: float,
     floor: float,
     generator: torch.Generator,
 ) -> float:
     """One pass; the mean squared residual seen on the way."""
-    first_row, n = problem.first_row, problem.targets_nc.shape[0]
-    stepper = (
-        _PlainStepper(problem, preconditioner, step)
-        if momentum is None
-        else _MomentumStepper(problem, preconditioner, momentum)
-    )
-    total = torch.zeros((), dtype=torch.float64, device=problem.targets_nc.device)
+    first_row, n = stepper.problem.first_row, stepper.problem.targets_nc.shape[0]
     part_total, part_rows, checked = 0.0, 0, 0
     every = max(1, -(-(n - first_row) // course.batch) // 10)
+    stepper.begin()
     for number, rows in enumerate(batches(first_row, n, course.batch, generator), start=1):
-        total += stepper.step(rows)
+        step(rows)
         part_rows += len(range(rows.start, n, rows.step))
         if course.check_inside and number % every == 0:
-            so_far = float(total)
+            so_far = float(stepper.total)
             mean = (so_far - part_total) / (part_rows - checked)
             part_total, checked = so_far, part_rows
             if not mean <= max(GROWTH_INSIDE * smallest, floor):
                 raise _Grown
     stepper.finish()
-    return float(total) / (n - first_row)
+    return float(stepper.total) / (n - first_row)
+
+
+def _stepper(
+    problem: Problem, preconditioner: Preconditioner, step: float, momentum: Momentum | None
+) -> _PlainStepper:
+    if momentum is None:
+        return _PlainStepper(problem, preconditioner, step)
+    return _MomentumStepper(problem, preconditioner, momentum)
 
 
 class _PlainStepper:
-    """Steps of EigenPro 2.0."""
+    """Steps of EigenPro 2.0. Tensors that outlive a step stay where they are: captured steps hold their addresses."""
 
     def __init__(self, problem: Problem, preconditioner: Preconditioner, step: float) -> None:
         self.problem = problem
         self.preconditioner = preconditioner
         self.rate = step
         self.expansion = problem.expansion
+        self.total = torch.zeros((), dtype=torch.float64, device=problem.targets_nc.device)
+        """Sum of squares of this epoch's gradients."""
 
-    def gradients(self, rows: slice) -> tuple[Tensor, Tensor | None, Tensor]:
-        """(G, the correction on S, the sum of squares of G) for a batch."""
+    def begin(self) -> None:
+        """A new epoch."""
+        self.total.zero_()
+
+    def gradients(self, rows: Rows) -> tuple[Tensor, Tensor | None]:
+        """(G, the correction on S) for a batch."""
         problem, expansion, samples = self.problem, self.expansion, self.preconditioner.samples
         damped = self.preconditioner.directions > 1
         kernel_ms: Tensor | None = None
@@ -218,18 +252,21 @@ class _PlainStepper:
             if damped:
                 kernel_ms = problem.cache.head(rows, samples)
         else:
+            assert isinstance(rows, slice)
             product = expansion.first.product
             left = self._left(rows)
             if damped:
                 kernel_ms = product.buffer("keep", left.shape[0], samples)
             values = expansion.values(left, kernel_ms)
-        gradient = problem.loss.gradient(values, problem.targets_nc[rows])
+        gradient = problem.loss.gradient(values, taken(problem.targets_nc, rows))
         if problem.row_weights_n is not None:
-            gradient = gradient * problem.row_weights_n[rows, None]
+            gradient = gradient * taken(problem.row_weights_n, rows)[:, None]
         if problem.ridge:
             gradient.add_(expansion.rows_of(rows), alpha=problem.ridge)
+        norm = torch.linalg.vector_norm(gradient, dtype=torch.float64)
+        self.total.addcmul_(norm, norm)
         correction = None if kernel_ms is None else self.preconditioner.correction(kernel_ms, gradient)
-        return gradient, correction, gradient.double().square().sum()
+        return gradient, correction
 
     def _left(self, rows: slice) -> Tensor:
         """The left operand of a batch, whose rows may lie on several devices."""
@@ -246,38 +283,39 @@ class _PlainStepper:
             ]
         )
 
-    def step(self, rows: slice) -> Tensor:
-        gradient, correction, square = self.gradients(rows)
+    def step(self, rows: Rows) -> None:
+        gradient, correction = self.gradients(rows)
         rate = self.rate / gradient.shape[0]
         self.expansion.add(rows, gradient, -rate)
         if correction is not None:
             self.expansion.add_head(correction, rate)
-        return square
 
     def finish(self) -> None:
         """Leave the weights in the expansion."""
 
 
 class _MomentumStepper(_PlainStepper):
-    """Steps of AxlePro. The expansion holds b, the point where gradients are taken; ``behind`` holds a."""
+    """Steps of AxlePro. The expansion holds b, the point where gradients are taken; ``behind`` holds a. An epoch ends
+    with both at a.
+    """
 
     def __init__(self, problem: Problem, preconditioner: Preconditioner, momentum: Momentum) -> None:
         super().__init__(problem, preconditioner, 0.0)
         self.momentum = momentum
         self.behind = [part.weights_pc.clone() for part in self.expansion.parts]
 
-    def step(self, rows: slice) -> Tensor:
-        gradient, correction, square = self.gradients(rows)
+    def step(self, rows: Rows) -> None:
+        gradient, correction = self.gradients(rows)
         self._add(rows, gradient, correction, -self.momentum.step)
         gamma = self.momentum.carry
-        for number, part in enumerate(self.expansion.parts):
+        for part, behind in zip(self.expansion.parts, self.behind, strict=True):
             ahead = part.weights_pc
-            jumped = self.behind[number].mul_(-gamma).add_(ahead, alpha=1 + gamma)
-            part.weights_pc, self.behind[number] = jumped, ahead
+            jumped = torch.lerp(behind, ahead, 1 + gamma)
+            behind.copy_(ahead)
+            ahead.copy_(jumped)
         self._add(rows, gradient, correction, self.momentum.correction)
-        return square
 
-    def _add(self, rows: slice, gradient: Tensor, correction: Tensor | None, scale: float) -> None:
+    def _add(self, rows: Rows, gradient: Tensor, correction: Tensor | None, scale: float) -> None:
         self.expansion.add(rows, gradient, scale)
         if correction is not None:
             self.expansion.add_head(correction, -scale)

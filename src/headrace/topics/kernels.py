@@ -15,6 +15,9 @@ iteration goes on with all of them. With the usual priors, 1/K, five to fifteen 
 
 The test for convergence is scikit-learn's: the mean over all K topics of |change of γ| below `tol`.
 
+Denormals are zero in here (`headrace.engine.denormals`): under the usual priors half of B = exp(E[log β]) and many of
+its products would be, exp(ψ(1/100)) being 1e-44. No row, power or statistic is one afterwards.
+
 Everything is float32; sums over a document's words are short, so the result differs from float64 by about
 1e-5 of γ. Each function's arrays are its caller's; nothing here allocates in proportion to the documents.
 """
@@ -23,6 +26,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from headrace.engine.denormals import flush_denormals, restore
 from headrace.engine.tiles import address
 from headrace.topics.compiled import jit
 from headrace.topics.vector import (
@@ -92,6 +96,7 @@ def fill_rows(excess, scale, prior, inverse, words, used, width, collapsed, eps,
     ``scales`` is the logarithm of what the row was divided by, and ``floors`` is eps in units of it: the
     constant that scikit-learn adds to every word's sum.
     """
+    mode = flush_denormals()
     times, priors, zero = splat(np.float32(scale)), splat(np.float32(prior)), splat(np.float32(0.0))
     for u in range(used):
         at, to = words[u] * width, u * width
@@ -118,6 +123,7 @@ def fill_rows(excess, scale, prior, inverse, words, used, width, collapsed, eps,
             store(rows, to + k, mul(load(rows, to + k), factor))
         scales[u] = np.log(largest_value) - largest(shift)
         floors[u] = np.float32(min(eps * np.exp(-np.float64(scales[u])), 1e30))
+    restore(mode)
 
 
 @jit
@@ -316,6 +322,7 @@ def learn(
     left) and, word by word, ``entry_doc`` and ``entry_share``: what `gather_statistics` needs. Returns the
     iterations of all documents together.
     """
+    mode = flush_denormals()
     k_topics = alpha.size
     prior_mass = np.float32(alpha.sum())
     ints_at, line_at = _rows_of(ints), _rows_of(lines)
@@ -378,6 +385,7 @@ def learn(
                 put_index(cursor_at, u, at + 1)
                 put_index(doc_at, at, doc - first)
                 put_number(share_at, at, number_at(share, j))
+    restore(mode)
     return rounds
 
 
@@ -388,6 +396,7 @@ def gather_statistics(rows, used, width, starts, entry_doc, entry_share, powers)
     The other order, document by document, would visit a cache line of a table as large as ``rows`` for every
     word of every document, and need that table.
     """
+    mode = flush_denormals()
     zero = splat(np.float32(0.0))
     rows_at, doc_at, share_at = address(rows), address(entry_doc), address(entry_share)
     powers_at = address(powers)
@@ -405,11 +414,13 @@ def gather_statistics(rows, used, width, starts, entry_doc, entry_share, powers)
             for i in range(lo, hi):
                 a = fma(broadcast(share_at, i), load(powers_at, index_at(doc_at, i) * width + k), a)
             store(rows_at, to + k, mul(a, load(rows_at, to + k)))
+    restore(mode)
 
 
 @jit
 def apply(excess, words, used, width, stats, factor, column):
     """excess[word] += factor × stats for the words used, without a lock; ``column`` gets the sums."""
+    mode = flush_denormals()
     times = splat(np.float32(factor))
     column[:] = 0.0
     for u in range(used):
@@ -418,6 +429,7 @@ def apply(excess, words, used, width, stats, factor, column):
             store(excess, at + k, fma(times, load(stats, to + k), load(excess, at + k)))
         for k in range(width):
             column[k] += stats[to + k]
+    restore(mode)
 
 
 @jit
@@ -428,6 +440,7 @@ def word_likelihood(indptr, counts, first, last, locs, rows, scales, width, powe
     E[β] it is the log likelihood of the words. ``scales`` holds the logarithm of what each row was divided
     by.
     """
+    mode = flush_denormals()
     base, value = indptr[first], 0.0
     for doc in range(first, last):
         for i in range(indptr[doc], indptr[doc + 1]):
@@ -436,18 +449,19 @@ def word_likelihood(indptr, counts, first, last, locs, rows, scales, width, powe
             for k in range(0, width, 16):
                 inner = fma(load(powers, (doc - first) * width + k), load(rows, u * width + k), inner)
             value += counts[i] * (np.log(np.float64(total(inner)) + 1e-300) + scales[u])
+    restore(mode)
     return value
 
 
 @jit
-def topic_terms(excess, topics, scale, prior, log_sums):
-    """Σ over all λ of log Γ(λ) − (λ − prior)(ψ(λ) − log_sums), in float64.
+def topic_terms(excess, first, last, topics, scale, prior, log_sums):
+    """Σ over the λ of words first..last of log Γ(λ) − (λ − prior)(ψ(λ) − log_sums), in float64.
 
     Both functions by Stirling's series at x = λ + 6, and stepped down: ψ by the six fractions, log Γ by the
     logarithm of their common denominator. Good to 1e-12 of each term's largest part.
     """
     value = 0.0
-    for word in range(excess.shape[0]):
+    for word in range(first, last):
         for k in range(topics):
             part = scale * excess[word, k]
             y = part + prior

@@ -265,7 +265,8 @@ class LatentDirichletAllocation(ClassNamePrefixFeaturesOutMixin, TransformerMixi
     def score(self, X: Any, y: Any = None) -> float:
         """The variational lower bound on log p(X); higher is better."""
         corpus = self._corpus(X, "score")
-        return self._learner().bound(corpus) + topic_bound(self._topics)
+        learner = self._learner()
+        return learner.bound(corpus) + topic_bound(self._topics, learner.settings.jobs)
 
     def perplexity(self, X: Any, sub_sampling: bool = False) -> float:
         """exp(−bound per word), scikit-learn's definition; lower is better."""
@@ -287,7 +288,10 @@ class LatentDirichletAllocation(ClassNamePrefixFeaturesOutMixin, TransformerMixi
                     f"the model {self._topics.topics}."
                 )
         ratio = float(self.total_samples) / len(corpus) if sub_sampling else 1.0
-        bound = self._learner().bound(corpus, doc_topic_distr) * ratio + topic_bound(self._topics)
+        learner = self._learner()
+        bound = learner.bound(corpus, doc_topic_distr) * ratio + topic_bound(
+            self._topics, learner.settings.jobs
+        )
         return per_word(bound, corpus.words * ratio)
 
     def held_out_perplexity(self, X: Any, seed: int = 0) -> float:

@@ -144,7 +144,10 @@ class Learner:
     def perplexity(self, chunks: Iterable[Corpus]) -> float:
         """exp(−bound per word) of all chunks together, scikit-learn's definition."""
         there = self.there
-        value, words = topic_bound(self._topics) if there is None else there.topic_bound(), 0.0
+        value, words = (
+            topic_bound(self._topics, self.settings.jobs) if there is None else there.topic_bound(),
+            0.0,
+        )
         for corpus in chunks:
             value += self.bound(corpus)
             words += corpus.words
@@ -169,3 +172,4 @@ def warm_up() -> None:
         workers = [Scratch(1, 1)]
         run_steps(topics, corpus, [(0, 1)], lambda: how, Rate(), 1, 1.0, workers)
         word_sum(topics, corpus, np.ones((1, 1)), workers, collapsed=True)
+        topic_bound(topics)
