@@ -99,6 +99,7 @@ class ResidentFeed:
         if self._columns is None:
             self._begin_fetch()
             self._columns = load(self.source, self.device)
+        self._tell_notes()
         if first == 0:
             yield Filled(self._columns, self.shape.rows, 0, None)
 
@@ -113,6 +114,10 @@ class ResidentFeed:
         self._finalizer = weakref.finalize(self, self._fetch.close)
         self._fetch.start()
 
+    def _tell_notes(self) -> None:
+        while self._fetch is not None and self._fetch.notes:
+            warnings.warn(self._fetch.notes.pop(), UserWarning, stacklevel=2)
+
     def close(self) -> None:
         """Forget the rows; they are loaded again when they are asked for."""
         self._columns = None
@@ -120,7 +125,9 @@ class ResidentFeed:
             self._fetch.close()
         if self._finalizer is not None:
             self._finalizer.detach()
-        self._fetch, self._finalizer = None, None
+        fetch, self._fetch, self._finalizer = self._fetch, None, None
+        for note in fetch.notes if fetch is not None else ():
+            warnings.warn(note, UserWarning, stacklevel=2)
 
 
 class Stage(Protocol):

@@ -247,6 +247,8 @@ class GraphStepper:
         totals = []
         for update in range(size):
             self._take_rates(rates[update].unbind())
+            if self.listener is not None and 0 < update == size - 1:
+                self.listener.flush()
             first = update * accumulate * batch
             parts = [slice(first + k * batch, first + (k + 1) * batch) for k in range(accumulate)]
             totals.append(self._one(batches, index, parts))
