@@ -2,8 +2,8 @@
 
 The service decides nothing about parameters. It saves its permutations and signs about once a second, where the
 master's checkpoints lie. When it is lost Ray starts a new one, which goes on from the newest save: lost are the signs
-of the batches since then. Workers name the permutation that they have in force, so a save of an earlier pass misleads nobody:
-that worker's rows then keep their rank until its next pass.
+of the batches since then. Workers name the permutation that they have in force, so a save of an earlier pass misleads
+nobody: that worker's rows then keep their rank until its next pass.
 """
 
 from __future__ import annotations
