@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -36,7 +37,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import BatchSampler, RandomSampler, Sampler
 
+import headrace
 from headrace import BalancedSampler
+from headrace.order import BalancedOrder
 
 BATCH = 64
 ROWS = 1024
@@ -142,6 +145,40 @@ def compare(name: str, signals: list[str], kinds: list[str], seconds: float, k: 
         )
 
 
+def fitted(name: str, order: str, epochs: int) -> tuple[float, str]:
+    """CPU seconds of so many epochs of `headrace.fit`, and how its steps were taken."""
+    make, inputs, classes = MODELS[name]
+    torch.manual_seed(0)
+    x = inputs()
+    learned = BalancedOrder(ROWS, fallback=False) if order == "balanced" else order
+    began = time.process_time()
+    run = headrace.fit(
+        make(), (x, torch.randint(0, classes, (ROWS,))), loss=F.cross_entropy, lr=1e-3, epochs=epochs, batch_size=BATCH,
+        optimizer="sgd", optimizer_options={"momentum": 0.9}, order=learned, device="cpu", workers="single", seed=0,
+        progress=False,
+    )  # fmt: skip
+    taken = time.process_time() - began
+    return taken, [str(d.value) for d in run.plan.decisions if d.name == "capture"][-1]
+
+
+def compare_fits(name: str, rounds: int) -> None:
+    """The epochs after the first two, in turn; the smallest of the rounds."""
+    many = 26 if name != "transformer" else 5
+    took: dict[str, list[float]] = {"shuffled": [], "balanced": []}
+    ways = {}
+    for _ in range(rounds):
+        for order, times in took.items():
+            few, _ = fitted(name, order, 2)
+            all_, ways[order] = fitted(name, order, many)
+            times.append((all_ - few) / (many - 2) / (ROWS // BATCH))
+    base, own = min(took["shuffled"]), min(took["balanced"])
+    print(
+        f"{name:12} fit, shuffled {1e3 * base:8.3f} ms/step ({ways['shuffled']})   balanced {1e3 * own:8.3f} "
+        f"({ways['balanced']})   {own / base:5.2f}x",
+        flush=True,
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
@@ -150,7 +187,16 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=6.0, help="per model")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--k", type=int, default=256)
+    parser.add_argument(
+        "--fit", action="store_true", help="headrace.fit with both orders instead, on one core"
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="with --fit")
     options = parser.parse_args()
+    if options.fit:
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+        for name in options.models:
+            compare_fits(name, options.rounds)
+        return
     torch.set_num_threads(options.threads)
     print(f"torch {torch.__version__}, {options.threads} thread(s), batch {BATCH}, k={options.k}")
     for name in options.models:
