@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from torch import nn
+from torch import Tensor, nn
 
 from headrace.engine.auto_workers import expected_s, why_single, why_single_here, workers_of
 from headrace.engine.capture import StepParts, choose_stepper
@@ -88,6 +88,8 @@ class _Fitting:
     _verdict: Verdict | None = None
     _watched: Any = None
     """The learned order that this run let watch the model."""
+    _columns: dict[str, Tensor] | None = None
+    """What the trial of workers loaded, on its way to the run."""
 
     def run(self) -> Run:
         options, state, folder = self.options, None, None
@@ -139,6 +141,7 @@ class _Fitting:
             crew = self._crew(basis, {"cpu": 1}, Records(None), None)
             with torch.random.fork_rng(devices=list(range(devices))):
                 self._verdict = crew.choose(cores, devices, seconds)
+            self._columns = crew.columns if self._verdict.options.workers > 1 else None
             why = f"{self._verdict.reason}; the trial took {self._verdict.seconds:.1f} s"
             if self._verdict.options.workers > 1:
                 chosen = workers_of(self._verdict.options)
@@ -164,7 +167,8 @@ class _Fitting:
         self, basis: Basis, workers: dict[str, Any], records: Records, state: State | None
     ) -> Run:
         crew = self._crew(basis, workers, records, state)
-        crew.verdict = self._verdict
+        crew.verdict, crew.columns = self._verdict, self._columns
+        self._columns = None  # the crew's alone from here on
         self.decide("device", "cpu", "the shared parameters are in host memory; CUDA workers keep a copy")
         if self.options.workers != "auto":
             self.decide("workers", workers, "asked for")
