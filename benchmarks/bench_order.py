@@ -164,14 +164,15 @@ def fitted(name: str, order: str, epochs: int) -> tuple[float, str]:
 def compare_fits(name: str, rounds: int) -> None:
     """The epochs after the first two, in turn; the smallest of the rounds."""
     many = 26 if name != "transformer" else 5
-    took: dict[str, list[float]] = {"shuffled": [], "balanced": []}
-    ways = {}
+    fitted(name, "balanced", 1)  # what is looked up and loaded once
+    least: dict[tuple[str, int], float] = {}
+    ways: dict[str, str] = {}
     for _ in range(rounds):
-        for order, times in took.items():
-            few, _ = fitted(name, order, 2)
-            all_, ways[order] = fitted(name, order, many)
-            times.append((all_ - few) / (many - 2) / (ROWS // BATCH))
-    base, own = min(took["shuffled"]), min(took["balanced"])
+        for order, epochs in itertools.product(("shuffled", "balanced"), (2, many)):
+            took, ways[order] = fitted(name, order, epochs)
+            least[order, epochs] = min(took, least.get((order, epochs), took))
+    steps = (many - 2) * (ROWS // BATCH)
+    base, own = ((least[order, many] - least[order, 2]) / steps for order in ("shuffled", "balanced"))
     print(
         f"{name:12} fit, shuffled {1e3 * base:8.3f} ms/step ({ways['shuffled']})   balanced {1e3 * own:8.3f} "
         f"({ways['balanced']})   {own / base:5.2f}x",
