@@ -155,7 +155,7 @@ def fitted(name: str, order: str, epochs: int) -> tuple[float, str]:
     run = headrace.fit(
         make(), (x, torch.randint(0, classes, (ROWS,))), loss=F.cross_entropy, lr=1e-3, epochs=epochs, batch_size=BATCH,
         optimizer="sgd", optimizer_options={"momentum": 0.9}, order=learned, device="cpu", workers="single", seed=0,
-        progress=False,
+        progress=False, log_every=ROWS // BATCH,
     )  # fmt: skip
     taken = time.process_time() - began
     return taken, [str(d.value) for d in run.plan.decisions if d.name == "capture"][-1]
