@@ -2,7 +2,7 @@
 
     python benchmarks/bench_order.py            # all models, sketch and exact
     python benchmarks/bench_order.py --models mlp-235k lenet --signals sketch --seconds 10
-    /path/to/venv-with-grab-sampler/bin/python benchmarks/bench_order.py --peer
+    python benchmarks/bench_order.py --fit      # inside headrace.fit, both orders, on one core
 
 Every model is trained on random data, batch 64, SGD with momentum, by loops that differ in the sampler alone: a
 `BatchSampler` over the sampler picks rows of tensors in memory. Blocks of steps alternate between the contestants; a
@@ -10,17 +10,24 @@ contestant's figure is the median of its blocks' CPU time, so that other program
 little. A ratio of 1.00 would be free.
 
 Two idle cores of a Zen 5, one thread, torch 2.13.0, Python 3.11, kind pair. The second loop with shuffling shows how
-far the figures can be trusted; those of exact signals come from an earlier run, other processors and older code:
+far the figures can be trusted; those of exact signals come from a run beside other programs, whose own shuffled loop
+took 1.36, 9.74, 29.8, 7.29 and 70.9 ms:
 
     model          shuffled         shuffled again   sketch    exact
-    mlp-235k        0.93 ms/step    0.99x            1.29x     2.56x
-    mlp-1.9M        8.19 ms/step    1.01x            1.07x     1.92x
-    mlp-5.8M       27.53 ms/step    0.98x            1.01x     2.17x
-    lenet           5.03 ms/step    1.00x            1.18x     4.6x (before the convolutions' split)
-    transformer    60.48 ms/step    1.01x            1.12x     5.6x (before attention was read from the graph)
+    mlp-235k        0.93 ms/step    0.99x            1.29x     2.95x
+    mlp-1.9M        8.19 ms/step    1.01x            1.07x     2.20x
+    mlp-5.8M       27.53 ms/step    0.98x            1.01x     1.91x
+    lenet           5.03 ms/step    1.00x            1.18x     3.71x
+    transformer    60.48 ms/step    1.01x            1.12x     3.45x
 
-Where other programs use the cores too, all are a little dearer: 1.32 to 1.36x for mlp-235k, 1.13 to 1.26x for the
+Where other programs use the cores too, sketches are a little dearer: 1.32 to 1.36x for mlp-235k, 1.13 to 1.26x for the
 transformer.
+
+``--fit`` compares `headrace.fit` with both orders on one core; dense layers are stepped by hand under either. Before
+they were under a learned order, it took 1.87x on mlp-235k and 1.72x on mlp-1.9M. Beside other programs (load 9):
+
+    mlp-235k        1.20 ms/step, 1.23x      mlp-1.9M    5.53 ms/step, 1.11x
+    lenet           5.35 to 6.68 ms/step, 1.16 to 1.37x
 """
 
 from __future__ import annotations
