@@ -45,7 +45,7 @@ from headrace.kernel.model import Model
 from headrace.kernel.operands import Operands
 from headrace.kernel.planning import Layout
 from headrace.kernel.precondition import Preconditioner, build_preconditioner
-from headrace.kernel.products import KernelProduct
+from headrace.kernel.products import KernelProduct, times
 from headrace.kernel.rates import wanted_batch
 from headrace.kernel.solver import Course, Problem, solve
 from headrace.kernel.stream_data import Chunk, MemoryChunks, SourceChunks, SourceRows
@@ -166,7 +166,7 @@ def _prepare(
     plan = plan.with_("centers", p, why)
     plan = plan.with_("dtype", str(dtype).removeprefix("torch."), dtype_why)
     plan = plan.with_("device", settings.devices.name, settings.devices.reason)
-    plan = plan.with_("products", *settings.devices.products(operands))
+    plan = plan.with_("products", *settings.devices.products(operands, n * (p + sample_rows)))
     plan = plan.with_("memory", words(budget), "allowed for this fit")
     # Half for the centres and their projection; the stream's chunks and temporary centres have the other
     # half.
@@ -177,6 +177,7 @@ def _prepare(
         operands.right(given, index),
         block_values=layout.block_values,
         fused=settings.devices.fuses(operands),
+        compiled=plan["products"] == "compiled",
     )
     outputs = settings.loss.outputs
     weights = torch.zeros(p, outputs, dtype=dtype, device=operands.device)
@@ -208,7 +209,11 @@ def _make_stream(
     # With every copy of a row: batches hold them too, and a spectrum without them makes steps too large by far.
     every = np.arange(sample.rows.shape[0])
     sample_product = KernelProduct(
-        operands, operands.right(sample.rows, every), block_values=layout.block_values, fused=product.fused
+        operands,
+        operands.right(sample.rows, every),
+        block_values=layout.block_values,
+        fused=product.fused,
+        compiled=product.compiled,
     )
     s = sample_product.rows
     weights = sample.row_weights_n
@@ -320,7 +325,11 @@ class _Period:
         self.right = torch.empty(room, width, dtype=operands.dtype, device=device)
         self.weights = torch.empty(room, c, dtype=operands.dtype, device=device)
         self.temporary = KernelProduct(
-            operands, self.right, block_values=stream.sample.block_values, fused=stream.sample.fused
+            operands,
+            self.right,
+            block_values=stream.sample.block_values,
+            fused=stream.sample.fused,
+            compiled=stream.sample.compiled,
         )
         self.on_sample = torch.zeros(stream.sample.rows, c, dtype=operands.dtype, device=device)
         self.values_p = torch.zeros(model.expansion.centers, c, dtype=operands.dtype, device=device)
@@ -351,7 +360,7 @@ class _Period:
         kernel_ms = stream.sample.evaluate(
             left, 0, stream.sample.rows, stream.sample.buffer("keep", m, stream.sample.rows)
         )
-        values = torch.mm(kernel_mp, part.weights_pc).addmm_(kernel_ms, self.on_sample)
+        values = times(kernel_mp, part.weights_pc).add_(times(kernel_ms, self.on_sample))
         if self.filled:
             self.temporary.right_pk = self.right[: self.filled]
             values += self.temporary.multiply(left, self.weights[: self.filled])
@@ -366,7 +375,7 @@ class _Period:
             for coefficients in (part.weights_pc, self.weights[: self.filled], self.on_sample, self.values_p):
                 coefficients.mul_(shrink)
         self.on_sample.add_(stream.preconditioner.correction(kernel_ms, gradient), alpha=rate)
-        self.values_p.addmm_(kernel_mp.T, gradient, alpha=-rate)
+        self.values_p.add_(times(kernel_mp.T, gradient), alpha=-rate)
         stop = self.filled + m
         self.right[self.filled : stop] = right_mk
         torch.mul(gradient, -rate, out=self.weights[self.filled : stop])
