@@ -36,6 +36,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import multiprocessing
 import time
 import traceback
 from collections.abc import Callable
@@ -46,6 +47,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from headrace.engine.chain import Chain
 from headrace.engine.hogbatch import HogbatchOptions, Observer, OptimiserSpec, run_hogbatch
 from headrace.engine.hogbatch.options import cores
 from headrace.engine.hogbatch.trial import candidates, run_trial
@@ -200,7 +202,7 @@ class Bench:
         return result.rows / result.seconds, device / result.seconds
 
     def cores(self) -> None:
-        """All CPU workers against one, at batch 64."""
+        """All CPU workers against one, at batch 64, and what as many processes that share nothing do."""
         usual: dict[str, Any] = {"algorithm": "hogwild", "epochs": 1_000_000, "seconds": self.args.cores_s}
         usual |= {"optimiser": OptimiserSpec(lr=0.05), "compiled": True, "scaling": "off"}
         one, _ = self.rate(HogbatchOptions(cpu=1, **usual))
@@ -210,6 +212,8 @@ class Bench:
             say(
                 f"{self.cpu} CPU workers, merging every {every}: {many:.0f} rows/s, {many / one:.2f} × (target ≥ 11)"
             )
+        alone, together = (sum(apart(n, self.args.cores_s)) for n in (1, self.cpu))
+        say(f"{self.cpu} processes that share nothing, the same steps: {together / alone:.2f} × one of them")
 
     def merging(self) -> None:
         """What merging costs the GPU worker, alone and beside CPU workers."""
@@ -223,14 +227,15 @@ class Bench:
 
     def big(self) -> None:
         """210 MB of parameters: exchanges take a tenth of a second each, and the steps must not wait for them."""
-        wide, size = (7000, 7500) if not self.args.standin else (700, 750)
-        g = torch.Generator().manual_seed(0)
-        x, y = torch.randn(2048, wide, generator=g), torch.randint(0, 2, (2048,), generator=g)
+        size = 7200 if not self.args.standin else 720
         rates = {}
         for steps in (1_000_000, 8):
-            module = nn.Sequential(nn.Linear(wide, size), nn.ReLU(), nn.Linear(size, 2))
-            options = self.options(64, 0.01, steps, 0, seconds=2 * self.args.cores_s)
-            result = run_hogbatch(module, {"x": x, "y": y}, F.cross_entropy, options)
+            first = nn.Linear(self.problem.x.shape[1], size)
+            module = nn.Sequential(first, nn.ReLU(), nn.Linear(size, size), nn.ReLU(), nn.Linear(size, 2))
+            options = self.options(
+                64, 0.01, steps, 0, seconds=8 * self.args.cores_s
+            )  # the last merge is waited for
+            result = run_hogbatch(module, self.columns, F.cross_entropy, options)
             rates[steps] = result.updates / result.seconds
             merges = sum(w.merges for w in result.workers) / result.seconds
             cost = 1 - rates[steps] / rates[1_000_000]
@@ -249,6 +254,39 @@ class Bench:
         say(f"auto, after {time.perf_counter() - began:.1f} s: {verdict.reason}")
         if not self.args.quick:
             self.train("auto's choice", verdict.options, self.args.seconds, self.args.target)
+
+
+def apart(processes: int, seconds: float) -> list[float]:
+    """Rows a second of each of so many processes that train a network of their own at the same time."""
+    context = multiprocessing.get_context("spawn")
+    start, found = context.Barrier(processes), context.Queue()
+    made = [context.Process(target=one_apart, args=(start, found, seconds)) for _ in range(processes)]
+    for process in made:
+        process.start()
+    rates = [found.get() for _ in made]
+    for process in made:
+        process.join()
+    return rates
+
+
+def one_apart(start: Any, found: Any, seconds: float) -> None:
+    """The compiled steps of a CPU worker on a network and rows of its own."""
+    torch.set_num_threads(1)
+    widths = ((54, 512), (512, 512), (512, 512))
+    layers: list[nn.Module] = [part for pair in widths for part in (nn.Linear(*pair), nn.ReLU())]
+    net = nn.Sequential(*layers, nn.Linear(512, 2))
+    chain = Chain.of(net, F.cross_entropy)[0]
+    assert chain is not None
+    bound = chain.bind({name: p.detach() for name, p in net.named_parameters()})
+    bound.fuse()
+    x, y = torch.randn(64 * 64, 54).split(64), torch.randint(0, 2, (64 * 64,)).split(64)
+    bound.step(x[0], y[0], 0.05, 0.0)
+    start.wait()
+    began, steps = time.perf_counter(), 0
+    while time.perf_counter() - began < seconds:
+        bound.step(x[steps % 64], y[steps % 64], 0.05, 0.0)
+        steps += 1
+    found.put(64 * steps / (time.perf_counter() - began))
 
 
 def say(text: str) -> None:

@@ -136,6 +136,23 @@ def test_the_captured_step_takes_the_eager_updates(options: dict[str, Any]) -> N
 
 
 @pytest.mark.gpu
+def test_captured_convolutions_take_the_eager_updates() -> None:
+    """Their bias gradients are summed in another order there."""
+    rows = (torch.randn(200, 3, 9, 9), torch.arange(200) % 2)
+    losses = []
+    for capture in ("graph", "eager"):
+        torch.manual_seed(0)
+        net = nn.Sequential(
+            nn.Conv2d(3, 5, 3), nn.Tanh(), nn.Conv2d(5, 4, 3), nn.Flatten(), nn.Linear(100, 2)
+        )
+        options: dict[str, Any] = {"lr": 0.05, "epochs": 2, "batch_size": 16, "log_every": 1, "seed": 3}
+        run = hr.fit(net, rows, device="cuda", capture=capture, **options, **QUIET)
+        losses.append([row["loss"] for row in run.metrics if row["kind"] == "train"])
+        assert run.plan["capture"] == capture
+    assert losses[0] == pytest.approx(losses[1], abs=2e-3)  # cuDNN may sum in TF32
+
+
+@pytest.mark.gpu
 def test_dropout_draws_anew_in_every_replay_and_a_resume_goes_on(tmp_path: Any) -> None:
     torch.manual_seed(0)
     settings: dict[str, Any] = {

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -330,3 +332,63 @@ def test_cold_files_that_fit_in_memory_are_read_in_order_beside_the_first_batche
         loader._feed._fetch.wait()  # type: ignore[attr-defined]
         assert cached_share(tmp_path / "x.npy") > 0.99
     assert not [t for t in threading.enumerate() if t.name == "headrace-fetcher"]
+
+
+@pytest.mark.parametrize(("answer", "told"), [(errno.ESTALE, True), (errno.EOPNOTSUPP, False)])
+def test_files_are_read_where_nobody_can_tell_what_is_cached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: int, told: bool
+) -> None:
+    """A file system that cannot tell costs one pass; one that answers something else does so too, and is named."""
+    x = np.random.default_rng(0).integers(0, 256, (4000, 4096), np.uint8)
+    np.save(tmp_path / "x.npy", x)
+    plain, offsets = os.preadv, []
+
+    def preadv(file: int, buffers: Any, offset: int, flags: int = 0) -> int:
+        if flags:
+            raise OSError(answer, os.strerror(answer))
+        offsets.append(offset)
+        return plain(file, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        with Loader(tmp_path, 10, device="cpu", order="sequential") as loader:
+            for _ in loader:
+                pass
+            loader._feed._fetch.wait()  # type: ignore[attr-defined]
+    assert max(offsets) >= x.nbytes - (1 << 20)
+    found = [str(w.message) for w in warned if "x.npy" in str(w.message)]
+    assert len(found) == int(told)
+    assert not told or "the whole file is read" in found[0]
+
+
+def by_column(x: Any) -> Any:
+    return np.asfortranarray(x)
+
+
+def part_of_a_table(x: Any) -> Any:
+    return np.hstack([x, x])[:, : x.shape[1]]
+
+
+@pytest.mark.parametrize("made", [by_column, part_of_a_table])
+@pytest.mark.parametrize("room", [True, False])
+def test_rows_that_lie_apart(made: Any, room: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arrays that do not lie row behind row give the same batches, and no gather moves the whole of them."""
+    from headrace.engine import residence
+
+    x, y = np.random.default_rng(0).normal(size=(200, 5)).astype(np.float32), np.arange(200)
+    take, seen = np.take, []
+
+    def watched(values: Any, *given: Any, **more: Any) -> Any:
+        seen.append(values.flags.c_contiguous)
+        return take(values, *given, **more)
+
+    monkeypatch.setattr(residence.np, "take", watched)
+    if not room:
+        monkeypatch.setattr(residence, "free_memory", lambda: 100)
+    options: dict[str, Any] = {"batch_size": 16, "seed": 1, "device": "cpu", "buffer": "memory"}
+    apart, usual = Loader((made(x), y), **options), Loader((x, y), **options)
+    for (a, i), (b, j) in zip(apart, usual, strict=True):
+        assert a.equal(b) and i.equal(j)
+    assert seen and all(seen)
+    assert ("copied" in apart.plan) == room and "copied" not in usual.plan

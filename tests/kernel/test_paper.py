@@ -60,8 +60,8 @@ def test_images_in_the_formats_that_packages_have(tmp_path: Path, monkeypatch: p
     (tmp_path / "fashion-mnist").mkdir()
     for part in ("train", "t10k"):
         folder = tmp_path / "fashion-mnist"
-        (folder / f"{part}-images-idx3-ubyte.gz").write_bytes(gzip.compress(b"h" * 16 + pixels.tobytes()))
-        (folder / f"{part}-labels-idx1-ubyte.gz").write_bytes(gzip.compress(b"h" * 8 + labels.tobytes()))
+        (folder / f"{part}-images-idx3-ubyte.gz").write_bytes(gzip.compress(idx(pixels)))
+        (folder / f"{part}-labels-idx1-ubyte.gz").write_bytes(gzip.compress(idx(labels)))
     split = load("fashion-mnist", 20, 5)
     order = random_order(20)
     np.testing.assert_allclose(split.X * 255, pixels.reshape(20, -1)[order], atol=1e-3)
@@ -82,6 +82,11 @@ def test_cifar_as_pngs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     split = load("cifar10", 20, 4)
     assert split.X.shape == (20, 3072)
     np.testing.assert_allclose(split.X * 255, np.concatenate(rows[:5]).reshape(20, -1)[split.y], atol=1e-3)
+
+
+def idx(values: np.ndarray) -> bytes:
+    """MNIST's own format: a magic number, the sizes with the big end first, the bytes."""
+    return bytes([0, 0, 8, values.ndim]) + np.array(values.shape, ">u4").tobytes() + values.tobytes()
 
 
 def random_order(rows: int) -> np.ndarray:

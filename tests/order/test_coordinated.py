@@ -20,7 +20,8 @@ from headrace import BalancedSampler
 from headrace.errors import OptionError
 from headrace.order import OrderService
 from headrace.order.balance import drift, reorder
-from headrace.order.coordinated import shard
+from headrace.order.balancers import PairBalancer, VectorRows
+from headrace.order.coordinated import WorkerPairs, gather_over, shard
 
 
 @given(st.integers(1, 50), st.integers(1, 9), st.booleans())
@@ -147,6 +148,42 @@ def test_two_processes_walk_together(tmp_path: Path) -> None:
         assert rows.view(-1, 2)[:, 1].tolist() == other[epoch]
         for part in rows.split(8):
             F.cross_entropy(model(x[part]), y[part]).backward()
+
+
+def one_rank_over_nccl(rank: int, port: int, folder: str) -> None:
+    """A group of one: NCCL does not take two processes on one device."""
+    torch.cuda.set_device(0)
+    dist.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=1)
+    generator = torch.Generator().manual_seed(4)
+    vectors, rows = torch.randn(30, 16, generator=generator), torch.randperm(30, generator=generator)
+    pairs = WorkerPairs(16, 1, gather_over(), device="cuda")
+    found = [pairs.step(vectors[part].cuda(), part.cuda()) for part in rows.split(7)]
+    signs = torch.zeros(30)
+    for settled, given_signs in found:
+        signs[settled.cpu()] = given_signs.flatten().cpu()
+    model = nn.parallel.DistributedDataParallel(nn.Linear(6, 3).cuda(), device_ids=[0])
+    sampler = BalancedSampler(12, seed=5, fallback=False)
+    sampler.watch(model)
+    orders = []
+    for _ in range(2):
+        order = torch.tensor(list(sampler))
+        orders.append(order.tolist())
+        for part in order.split(4):
+            F.cross_entropy(model(torch.ones(4, 6).cuda() * part[:, None].cuda()), part.cuda() % 3).backward()
+    torch.save({"signs": signs, "rows": rows, "vectors": vectors, "orders": orders}, Path(folder) / "0.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.gpu
+def test_nccl_carries_the_differences(tmp_path: Path) -> None:
+    """Gathered over NCCL, one worker's pairs get the signs of a pair balancer on the CPU."""
+    torch.multiprocessing.spawn(one_rank_over_nccl, args=(free_port(), str(tmp_path)), nprocs=1, join=True)
+    told = torch.load(tmp_path / "0.pt", weights_only=True)
+    expected = PairBalancer(16).step(VectorRows(told["vectors"][told["rows"]]))
+    assert torch.equal(told["signs"][told["rows"]], expected)
+    first, second = told["orders"]
+    assert sorted(first) == sorted(second) == list(range(12))
+    assert first != second
 
 
 def interleaved(sampler: BalancedSampler, first: list[int], second: list[int]) -> torch.Tensor:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from headrace.errors import OptionError
+from headrace.errors import DataError, OptionError
 from headrace.papers import PaperOptions, run_paper
 from headrace.papers.bmgd import Cycle, predicted_ratio, simulate_ratio
 from headrace.papers.bmgd_images import ROUNDS, SCHEDULES, Clock, Schedule, Training, arrays, jpegs
+from headrace.papers.image_sets import ImageArrays, read_images
 
 
 def test_the_limits_of_the_theory() -> None:
@@ -53,8 +56,8 @@ def test_the_page_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         "headrace.papers.bmgd_images.data_sets",
         lambda folder: iter(
             [
-                ("digits", lambda: arrays(folder, "MNIST", "mnist.npz")),
-                ("CIFAR-10", lambda: arrays(folder, "CIFAR-10", "cifar10.npz")),
+                ("digits", lambda: arrays(folder, "MNIST", "mnist")),
+                ("CIFAR-10", lambda: arrays(folder, "CIFAR-10", "cifar10")),
             ]
         ),
     )
@@ -91,3 +94,30 @@ def test_a_folder_of_jpegs_is_decoded_at_every_load(tmp_path: Path, monkeypatch:
     assert points[-1]["accuracy"] > 0.2, (
         "ten classes, so chance is 0.1; 0.2 is eight standard deviations away"
     )
+
+
+def test_a_set_is_the_same_from_an_archive_and_in_mnists_own_format(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEADRACE_DATA", str(tmp_path))
+    monkeypatch.setattr("headrace.papers.image_sets.INSTALLED", {})
+    random = np.random.default_rng(0)
+    sets = ImageArrays(*(random.integers(0, 9, s, np.uint8) for s in ((70, 28, 28), 70, (30, 28, 28), 30)))
+    folder = tmp_path / "fashion-mnist"
+    folder.mkdir()
+    (tmp_path / "a").mkdir()
+    for part, values in zip(
+        ("train-images", "train-labels", "t10k-images", "t10k-labels"), sets, strict=True
+    ):
+        sizes = np.array(values.shape, ">u4").tobytes()
+        packed = gzip.compress(bytes([0, 0, 8, values.ndim]) + sizes + values.tobytes())
+        (folder / f"{part}-idx{values.ndim}-ubyte.gz").write_bytes(packed)
+    found = read_images("fashion-mnist")
+    assert all(np.array_equal(a, b) for a, b in zip(found, sets, strict=True))
+    assert arrays(tmp_path / "a", "Fashion-MNIST", "fashion-mnist").test[0].shape == (30, 1, 28, 28)
+    (folder / "t10k-images-idx3-ubyte.gz").unlink()
+    with pytest.raises(DataError, match=r"t10k-images-idx3-ubyte.gz is missing.*holds t10k-labels"):
+        read_images("fashion-mnist")
+    named = dict(zip(("x_train", "y_train", "x_test", "y_test"), sets, strict=True))
+    np.savez(tmp_path / "fashion_mnist.npz", **named)
+    assert np.array_equal(read_images("fashion-mnist").x_test, sets.x_test)

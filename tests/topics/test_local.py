@@ -21,7 +21,7 @@ from headrace.topics.affine import Push, applied, joined, push_of, weakened
 from headrace.topics.corpus import corpus_of
 from headrace.topics.estep import Inference, in_threads, runs_of
 from headrace.topics.learner import warm_up
-from headrace.topics.local import Rate, check_finite, plan_rounds, run_steps
+from headrace.topics.local import Rate, check_finite, plan_rounds, run_steps, waves
 from headrace.topics.options import resolve
 from headrace.topics.state import Scratch, Topics
 from headrace.topics.task import TopicTask
@@ -114,6 +114,33 @@ def test_every_run_is_one_step_and_scales_follow(
         # Only the last step of a round may be the one after which rebasing is due.
         assert all(step.after >= 1e-10 for step in group[:-1])
         assert group[-1].after > 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 200), st.integers(1, 40), st.integers(1, 32))
+def test_no_step_misses_more_steps_than_it_has_seen(count: int, first: int, jobs: int) -> None:
+    [planned] = plan_rounds([(i, i + 1) for i in range(count)], USUAL, first, 1.0)
+    cut = waves(planned, jobs)
+    assert [step for wave in cut for step in wave] == planned
+    for wave in cut:
+        seen = wave[0].number - 1
+        # Within a wave as many steps are under way as there are threads.
+        assert min(len(wave), jobs) - 1 <= seen
+    # Waiting ends as soon as there are as many steps as threads.
+    assert all(wave[0].number - 1 < jobs for wave in cut[:-1])
+    assert len(cut) <= 2 + jobs.bit_length()
+
+
+def test_threads_begin_in_waves(corpus: csr_matrix, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+
+    def watched(work: Any, tasks: Any, jobs: int, name: str) -> None:
+        sizes.append(len(tasks))
+        in_threads(work, tasks, jobs, name)
+
+    monkeypatch.setattr(local, "in_threads", watched)
+    steps(corpus, 3, passes=2)
+    assert sizes == [1, 1, 2, 6, 10]
 
 
 def test_a_long_run_rebases_and_stays_exact(corpus: csr_matrix) -> None:

@@ -20,6 +20,8 @@ from headrace.types import Span
 CHUNK_BYTES = 1 << 20
 LEAST_BYTES = 8 << 20
 """Smaller files are there after a few reads anyway; a guess."""
+CANNOT_TELL = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.EIO)
+"""What file systems and kernels answer that do not know which pages are in memory."""
 PROBES = 64
 """Places of a file at which we look whether it lies in the page cache already."""
 
@@ -31,6 +33,8 @@ class Fetch:
         files = {span.path: span.file_bytes for span in spans if span.filesystem is None}
         self._files = {path: size for path, size in files.items() if size >= LEAST_BYTES}
         self._closed = False
+        self.notes: list[str] = []
+        """What a file system answered that nobody expected, a sentence each."""
         self._thread = Worker("fetcher", self._read_all)
 
     def start(self) -> None:
@@ -45,15 +49,26 @@ class Fetch:
             except OSError:
                 continue  # whoever reads the rows says it better
             try:
-                self._read(file, size, scratch)
+                if not self._has(path, file, size):
+                    self._read(file, size, scratch)
             except OSError:
                 continue
             finally:
                 os.close(file)
 
+    def _has(self, path: str, file: int, size: int) -> bool:
+        """Whether the file needs no reading. One that nobody can tell about is read: that costs one pass."""
+        try:
+            return is_cached(file, size)
+        except OSError as error:
+            if error.errno not in CANNOT_TELL:
+                self.notes.append(
+                    f"{path}: asked which of its pages are in memory, the file system answered {error.strerror!r} "
+                    f"(error {error.errno}); the whole file is read instead"
+                )
+            return False
+
     def _read(self, file: int, size: int, scratch: mmap.mmap) -> None:
-        if is_cached(file, size):
-            return
         os.posix_fadvise(file, 0, 0, os.POSIX_FADV_SEQUENTIAL)
         for offset in range(0, size, CHUNK_BYTES):
             if self._closed or os.preadv(file, [scratch], offset) == 0:
@@ -69,12 +84,13 @@ class Fetch:
 
 
 def is_cached(file: int, size: int) -> bool:
-    """Whether a file seems to lie in the page cache: a byte at each of some places can be had without waiting."""
+    """Whether a file seems to lie in the page cache: a byte at each of some places can be had without waiting.
+
+    Raises what the file system answers when it does not know.
+    """
     for k in range(PROBES):
         try:
             os.preadv(file, [bytearray(1)], k * (size - 1) // (PROBES - 1), os.RWF_NOWAIT)
-        except OSError as error:
-            # A file system that cannot tell is read: that costs one pass.
-            assert error.errno in (errno.EAGAIN, errno.EOPNOTSUPP, errno.EINVAL, errno.EIO), error
+        except BlockingIOError:
             return False
     return True

@@ -29,7 +29,7 @@ from headrace.buffer.pipeline import Loaded, OnError, Pause, Pipeline, nothing
 from headrace.buffer.slots import Lane, Slot
 from headrace.buffer.stage import DeviceStage
 from headrace.engine.placement import MEMORY_SHARE
-from headrace.engine.residence import free_memory, load
+from headrace.engine.residence import copied, free_memory, load
 from headrace.engine.reuse import Reuse
 from headrace.types import Columns, Plan, Source, Spanned
 
@@ -88,6 +88,8 @@ class ResidentFeed:
         self.source, self.device, self.shape, self.reuse = source, device, shape, reuse
         reuse.auto = False
         self.plan = plan.with_("rounds", reuse.current, "all rows stay, so a round is a pass")
+        for d in copied(source, device):
+            self.plan = self.plan.with_(d.name, d.value, d.reason)
         self.statistics = FeedStatistics()
         self._columns: Columns | None = None
         self._fetch: Fetch | None = None
@@ -97,6 +99,7 @@ class ResidentFeed:
         if self._columns is None:
             self._begin_fetch()
             self._columns = load(self.source, self.device)
+        self._tell_notes()
         if first == 0:
             yield Filled(self._columns, self.shape.rows, 0, None)
 
@@ -111,6 +114,10 @@ class ResidentFeed:
         self._finalizer = weakref.finalize(self, self._fetch.close)
         self._fetch.start()
 
+    def _tell_notes(self) -> None:
+        while self._fetch is not None and self._fetch.notes:
+            warnings.warn(self._fetch.notes.pop(), UserWarning, stacklevel=2)
+
     def close(self) -> None:
         """Forget the rows; they are loaded again when they are asked for."""
         self._columns = None
@@ -118,7 +125,9 @@ class ResidentFeed:
             self._fetch.close()
         if self._finalizer is not None:
             self._finalizer.detach()
-        self._fetch, self._finalizer = None, None
+        fetch, self._fetch, self._finalizer = self._fetch, None, None
+        for note in fetch.notes if fetch is not None else ():
+            warnings.warn(note, UserWarning, stacklevel=2)
 
 
 class Stage(Protocol):

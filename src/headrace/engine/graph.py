@@ -25,6 +25,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from headrace.engine.bias import BiasInTwoSums
 from headrace.engine.steps import EagerStepper, Listener, Stretch
 from headrace.engine.task import TorchTask
 from headrace.types import Columns
@@ -213,7 +214,8 @@ class GraphStepper:
         gc.collect()
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
+        sums = BiasInTwoSums if self.ways[0][0] == "graph" else contextlib.nullcontext
+        with torch.cuda.stream(side), sums():
             for _ in range(3):
                 self.cursor.zero_()
                 self.slot.zero_()
@@ -224,7 +226,7 @@ class GraphStepper:
             self.optimizer.zero_grad(set_to_none=True)
             graph = torch.cuda.CUDAGraph()
             # A loader's thread may wait for its own copies meanwhile; that is no business of this capture.
-            with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"), sums():
                 self._updates(stretch, counting, size)
             graphs[size] = graph
         return graphs
@@ -245,6 +247,8 @@ class GraphStepper:
         totals = []
         for update in range(size):
             self._take_rates(rates[update].unbind())
+            if self.listener is not None and 0 < update == size - 1:
+                self.listener.flush()
             first = update * accumulate * batch
             parts = [slice(first + k * batch, first + (k + 1) * batch) for k in range(accumulate)]
             totals.append(self._one(batches, index, parts))

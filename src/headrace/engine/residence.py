@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.engine.placement import Workload
+from headrace.engine.placement import MEMORY_SHARE, Workload, show
 from headrace.errors import DeviceError
 from headrace.source.sparse import take_rows
 from headrace.types import Columns, Decision, InMemory, Source
@@ -80,7 +80,11 @@ def workload(source: Source, device: torch.device) -> Workload:
 def load(source: Source, device: torch.device) -> Columns:
     """All columns on ``device``: the source's own memory where that is possible, else read once in ranges."""
     if isinstance(source, InMemory):
-        return {name: values.to(device) for name, values in source.tensors().items()}
+        apart = lie_apart(source, device)
+        return {
+            name: values.to(device).contiguous() if name in apart else values.to(device)
+            for name, values in source.tensors().items()
+        }
     columns = {
         c.name: torch.empty((len(source), *c.shape), dtype=c.dtype, device=device) for c in source.columns
     }
@@ -92,6 +96,33 @@ def load(source: Source, device: torch.device) -> Columns:
     return columns
 
 
+def lie_apart(source: InMemory, device: torch.device) -> list[str]:
+    """Columns to copy once, since the numbers of one row do not lie side by side in rows that follow each other.
+
+    A table's `to_numpy()` and ``X = data[:, :-1]`` are such: a gather touches a cache line for each number, or moves
+    the whole array. What memory has no room for is left where it lies.
+    """
+    found = {n: v for n, v in source.tensors().items() if v.layout == torch.strided and not _by_rows(v)}
+    room = MEMORY_SHARE * free_memory()
+    return list(found) if device.type != "cpu" or sum(v.nbytes for v in found.values()) <= room else []
+
+
+def copied(source: Source, device: torch.device) -> tuple[Decision, ...]:
+    """What `load` copies, for the plan."""
+    names = lie_apart(source, device) if isinstance(source, InMemory) else []
+    if not names or not isinstance(source, InMemory):
+        return ()
+    size = sum(source.tensors()[name].nbytes for name in names)
+    reason = f"{' and '.join(names)} do not lie row behind row; {show(size)} are copied once so that they do"
+    return (Decision(name="copied", value=names, reason=reason),)
+
+
+def _by_rows(values: Tensor) -> bool:
+    return values.is_contiguous() or (
+        values.dim() == 4 and values.is_contiguous(memory_format=torch.channels_last)
+    )
+
+
 def gather(columns: Columns, positions: Tensor) -> Columns:
     """The rows at these positions of every column, dense or sparse, on the columns' device."""
     return {name: take(values, positions) for name, values in columns.items()}
@@ -101,7 +132,9 @@ def take(values: Tensor, positions: Tensor) -> Tensor:
     """The rows at these positions of one column."""
     if values.layout == torch.sparse_csr:
         return take_rows(values, positions)
-    if values.is_cuda or values.dtype == torch.bfloat16 or is_large(values, positions):
+    # Of what is not contiguous NumPy would copy all rows to take some.
+    by_torch = values.is_cuda or values.dtype == torch.bfloat16 or not values.is_contiguous()
+    if by_torch or is_large(values, positions):
         return values.index_select(0, positions)
     # torch splits even a small gather over its threads, which on a busy machine costs milliseconds where the
     # copy takes microseconds (measured: 64 rows of 784 bytes, 3.8 ms against 0.07 ms on two loaded cores).

@@ -80,6 +80,10 @@ class Listener(Protocol):
 
     def settle(self) -> None: ...
 
+    def flush(self) -> None:
+        """Before the last update of a captured stretch: what it leaves is little then, and soon done."""
+        ...
+
     def capturing(self, batch: int, stretches: Sequence[int]) -> contextlib.AbstractContextManager[None]: ...
 
 

@@ -57,22 +57,32 @@ def walk(products: Tensor, gram: Tensor, bar: Tensor | None = None) -> Tensor:
     """
     if products.device.type == "cpu":
         return _walk_on_host(products, gram, bar)
-    if _has_kernel(products.device):
+    if has_kernel(products.device):
         from headrace.order.walk_triton import walk_triton
 
         return walk_triton(products, gram, bar)
     return walk_in_torch(products, gram, bar)
 
 
-def _has_kernel(device: torch.device) -> bool:
+def has_kernel(device: torch.device) -> bool:
     return device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
 def warm_walk(device: torch.device, lengths: Iterable[int]) -> None:
     """Compile what walks over so many vectors need: while a graph is captured it is too late."""
-    if _has_kernel(device):
+    if has_kernel(device):
         for length in lengths:
             walk(torch.zeros(length, device=device), torch.zeros(length, length, device=device))
+
+
+def warm_pairs(device: torch.device, dtype: torch.dtype, k: int) -> None:
+    """Compile what signs pairs of such vectors."""
+    from headrace.order.drift import DriftMeter
+    from headrace.order.walk_triton import sign_pairs
+
+    signs, rows = torch.zeros(2, 1, dtype=torch.int8, device=device), torch.arange(2, device=device)
+    vectors = torch.zeros(3, k, dtype=dtype, device=device)
+    sign_pairs(vectors[:2], rows, signs, vectors[2], DriftMeter(2, k, device))
 
 
 def _walk_on_host(products: Tensor, gram: Tensor, bar: Tensor | None) -> Tensor:

@@ -193,6 +193,11 @@ class BalancedOrder:
         if self.learner is not None:
             self.learner.settle()
 
+    def flush(self) -> None:
+        """While a graph is captured: sign what was collected beside the updates that follow."""
+        if self.learner is not None and self.learner.deferred is not None:
+            self.learner.deferred.flush()
+
     def capturing(self, batch: int, stretches: Sequence[int]) -> AbstractContextManager[None]:
         """While a CUDA graph is captured, warm-up included. Nothing that is learned meanwhile is kept.
 

@@ -21,14 +21,14 @@ import torch
 from torch import Tensor, nn
 
 from headrace.errors import ModelError, OptionError, UsageError
-from headrace.order.balance import warm_walk
+from headrace.order.balance import has_kernel, warm_pairs, warm_walk
 from headrace.order.balancers import Balancer, MeanBalancer, PairBalancer, Rows, TreeBalancer, VectorRows
 from headrace.order.coordinated import Exchange, WorkerPairs
 from headrace.order.deferred import Deferred, Held
 from headrace.order.drift import DriftMeter
 from headrace.order.herding import VectorStore
 from headrace.order.options import LearnerOptions
-from headrace.order.pieces import Factors, LongRows, Piece, project_inputs
+from headrace.order.pieces import Dense, Factors, LongRows, Piece, project_inputs
 from headrace.order.reduction import sum_hint
 from headrace.order.sketch import Projection, Projections, SketchSum, join
 from headrace.order.watch import CollectLinear, Record, Watcher
@@ -76,6 +76,7 @@ class Learner:
         self._pending_state: State | None = None
         self._chunk: list[tuple[Tensor, SketchSum, float | Tensor]] = []
         self._chunk_rows = 0
+        self._signed = False
         self._grad_hooks: list[Any] = []
         self.deferred: Deferred | None = None
         """While a CUDA graph is captured: what its batches leave for later."""
@@ -111,6 +112,7 @@ class Learner:
             if self.options.reduction == "mean" and scaler is None
             else None,
         )
+        self._build_early([p for _, p in trained])
         if self.options.signal == "microbatch":
             self._tap_gradients([p for _, p in trained])
         elif self.watcher.share() == 0.0:
@@ -144,8 +146,6 @@ class Learner:
                     return
                 record = watcher._queue[0]
                 with torch.no_grad():
-                    from headrace.order.pieces import Dense
-
                     Dense(parameter, gradient[None]).sketch(self._sum_of(record, 1))
                 record.fired += 1
                 if record.fired == len(parameters):
@@ -218,7 +218,7 @@ class Learner:
         elif self.options.signal == "exact":
             scale = self._scale(batch)
             rows = LongRows(record.pieces, self._places, batch, scale)
-            self._sign(self._count(indices), rows, self._vectors([record.sketch], [scale]))
+            self._sign(self._count(indices), rows, join([record.sketch], [scale]))
         else:
             self._collect_chunk(indices, record.sketch, self._scale(batch))
 
@@ -256,9 +256,15 @@ class Learner:
         graph captures must be complete: both sign every batch at once.
         """
         self._count(indices)
-        self._chunk.append((indices, sketch, scale))
+        if _captures(indices):
+            # What was collected before stays for later: in here it would be signed again by every replay.
+            vectors = join([sketch], [scale])
+            self._sign(indices, VectorRows(vectors), vectors)
+            return
+        # A copy: the tensor may be the one that names the next batch, too.
+        self._chunk.append((indices.clone(), sketch, scale))
         self._chunk_rows += len(indices)
-        if self._chunk_rows >= CHUNK or self.exchange is not None or _captures(indices):
+        if self._chunk_rows >= CHUNK or self.exchange is not None:
             self.flush()
 
     def flush(self) -> None:
@@ -266,12 +272,9 @@ class Learner:
         if self._chunk:
             indices, sums, scales = zip(*self._chunk, strict=True)
             self._chunk, self._chunk_rows = [], 0
-            vectors = self._vectors(sums, scales)
+            vectors = join(sums, scales)
             together = torch.cat(indices) if len(indices) > 1 else indices[0]
             self._sign(together, VectorRows(vectors), vectors)
-
-    def _vectors(self, sums: Sequence[SketchSum], scales: Sequence[float | Tensor]) -> Tensor:
-        return _without_overflow(join(sums, scales))
 
     def settle(self) -> None:
         """Finish everything that backward passes left to do."""
@@ -286,12 +289,21 @@ class Learner:
             self.watcher.settle()
 
     def _sign(self, indices: Tensor, rows: Rows, vectors_bk: Tensor) -> None:
-        if self._balancer is None:
+        built = self._meter.sums.device if self._meter is not None else None
+        if built is None or (built != vectors_bk.device and not self._signed):
             self._build(rows, vectors_bk)
         assert self._meter is not None
-        self._meter.update(vectors_bk)
+        self._signed = True
         indices = indices.to(self.signs.device, non_blocking=True)
         balancer = self._balancer
+        if self._walks_pairs(rows):
+            from headrace.order.walk_triton import sign_pairs
+
+            sign_pairs(vectors_bk, indices, self.signs, balancer.running, self._meter)  # type: ignore[union-attr]
+            return
+        if vectors_bk.device.type != "cpu":  # on a CPU the walk looks for overflows itself
+            torch.nan_to_num_(vectors_bk, 0.0, 0.0, 0.0)
+        self._meter.update(vectors_bk)
         if isinstance(balancer, TreeBalancer):
             balancer.step(vectors_bk, indices, self.signs)
             return
@@ -311,13 +323,33 @@ class Learner:
         self._waiting = indices[-1:] if balancer.waits else None
         self.signs[:, 0].index_copy_(0, indices, signs.to(torch.int8))
 
+    def _build_early(self, parameters: list[nn.Parameter]) -> None:
+        """On a CUDA device the memory that signing needs is there before a graph can be captured."""
+        devices = {p.device for p in parameters}
+        device = devices.pop()
+        if device.type != "cuda" or devices or self.options.signal == "exact" or self._balancer is not None:
+            return
+        dtype = torch.float64 if parameters[0].dtype is torch.float64 else torch.float32
+        self._build_for(device, dtype, self.options.k, self.options.k)
+        if has_kernel(device):
+            warm_pairs(device, dtype, self.options.k)
+
+    def _walks_pairs(self, rows: Rows) -> bool:
+        """Whether one kernel takes these rows: vectors on a device with Triton, in pairs, none waiting."""
+        balancer = self._balancer
+        if not isinstance(balancer, PairBalancer) or balancer.waits or not isinstance(rows, VectorRows):
+            return False
+        greedy = balancer.walker.rule.name == "greedy"
+        return greedy and len(rows) % 2 == 0 and has_kernel(rows.vectors.device)
+
     def _build(self, rows: Rows, vectors: Tensor) -> None:
-        device, kind = vectors.device, self.options.kind
-        dim, dtype = vectors.shape[1], vectors.dtype
-        if isinstance(rows, LongRows):
-            dim = self._dim
+        dim = self._dim if isinstance(rows, LongRows) else vectors.shape[1]
+        self._build_for(vectors.device, vectors.dtype, dim, vectors.shape[1])
+
+    def _build_for(self, device: torch.device, dtype: torch.dtype, dim: int, sketched: int) -> None:
+        kind = self.options.kind
         self.signs = self.signs.to(device)
-        self._meter = DriftMeter(self.n, vectors.shape[1], device)
+        self._meter = DriftMeter(self.n, sketched, device)
         common: dict[str, Any] = {"device": device, "dtype": dtype, "seed": self.options.seed}
         common["rule"] = self.options.rule()
         if self.workers > 1:
@@ -358,13 +390,13 @@ class Learner:
 
     def _walk_lengths(self, batch: int, stretches: Sequence[int]) -> set[int]:
         """How many vectors the walks of such stretches have."""
-        full = batch * -(-CHUNK // batch)
-        rows = {part for stretch in stretches for part in (min(full, stretch), stretch % full)}
+        full, last = batch * -(-CHUNK // batch), min(stretches)  # the last update is signed by itself
+        parts = {last, *(stretch - last for stretch in stretches), *stretches}
+        rows = {length for part in parts for length in (min(full, part), part % full)}
         return {part // 2 if self.options.kind == "pair" else part for part in rows if part}
 
     def _sign_vectors(self, indices: Tensor, vectors_bk: Tensor) -> None:
-        vectors = _without_overflow(vectors_bk)
-        self._sign(indices, VectorRows(vectors), vectors)
+        self._sign(indices, VectorRows(vectors_bk), vectors_bk)
 
     def _rewind(self, state: State) -> None:
         """Forget what was learned since, in place: a graph knows these tensors by their address."""
@@ -375,8 +407,10 @@ class Learner:
         if "balancer" in state:
             self._restore(state)
             return
-        self._meter.finish()
-        fresh: Any = self._balancer
+        self._clear(self._balancer, self._meter)
+
+    def _clear(self, fresh: Any, meter: DriftMeter) -> None:
+        meter.finish()
         for name in fresh.vectors:
             getattr(fresh, name).zero_()
         fresh.end_epoch()
@@ -387,7 +421,9 @@ class Learner:
     @property
     def learned(self) -> bool:
         """True when this epoch brought at least one batch, or may have: a replayed graph leaves no trace here."""
-        return self.seen > 0 or (self._meter is not None and self._meter.sums.device.type != "cpu")
+        return self.seen > 0 or (
+            self._signed and self._meter is not None and self._meter.sums.device.type != "cpu"
+        )
 
     def end_epoch(self) -> tuple[Tensor, Tensor] | None:
         """Close the epoch: clear sums and signs, return (H, H / √energy), None when nothing was learned."""
@@ -433,11 +469,16 @@ class Learner:
 
     def load_state_dict(self, state: State) -> None:
         self._chunk, self._chunk_rows = [], 0
-        self.signs = state["signs"].clone()
+        if self.signs.shape == state["signs"].shape:
+            self.signs.copy_(state["signs"])  # in place: a graph knows the tensor by its address
+        else:
+            self.signs = state["signs"].clone()
         self.seen = int(state["seen"])
         if self._balancer is not None:
             if "balancer" in state:
                 self._restore(state)
+            elif isinstance(self._balancer, Balancer) and self._meter is not None:
+                self._clear(self._balancer, self._meter)
             else:
                 self._balancer = self._meter = None
         elif "balancer" in state:
@@ -451,11 +492,6 @@ class Learner:
         self._meter.load_state_dict(state["meter"])
         waiting = state["waiting"]
         self._waiting = None if waiting is None else waiting.to(self.signs.device)
-
-
-def _without_overflow(vectors: Tensor) -> Tensor:
-    # On a CPU the walk looks for overflows itself.
-    return vectors if vectors.device.type == "cpu" else torch.nan_to_num_(vectors, 0.0, 0.0, 0.0)
 
 
 def _captures(indices: Tensor) -> bool:

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from headrace.engine.loader import Loader
 from headrace.errors import DataError, HeadraceError
 from headrace.papers import PaperOptions, find_data
+from headrace.papers.image_sets import read_images
 from headrace.report.page import Page, Series
 from headrace.source import open_source
 from headrace.source.images import ImageSource, Listing
@@ -107,23 +108,23 @@ class Images:
 
 def data_sets(scratch: Path) -> Iterator[tuple[str, Callable[[], Images]]]:
     """Every data set that can be had here, and how."""
-    yield "MNIST", lambda: arrays(scratch, "MNIST", "mnist.npz")
-    yield "Fashion-MNIST", lambda: arrays(scratch, "Fashion-MNIST", "fashion_mnist.npz")
-    yield "CIFAR-10", lambda: arrays(scratch, "CIFAR-10", "cifar10.npz")
+    yield "MNIST", lambda: arrays(scratch, "MNIST", "mnist")
+    yield "Fashion-MNIST", lambda: arrays(scratch, "Fashion-MNIST", "fashion-mnist")
+    yield "CIFAR-10", lambda: arrays(scratch, "CIFAR-10", "cifar10")
     yield "JPEGs", lambda: jpegs(scratch)
 
 
-def arrays(scratch: Path, name: str, file: str) -> Images:
-    """An ``.npz`` with x_train, y_train, x_test, y_test; MNIST is replaced by scikit-learn's digits if need be."""
+def arrays(scratch: Path, name: str, stored: str) -> Images:
+    """A set of `image_sets`; MNIST is replaced by scikit-learn's digits if need be."""
     try:
-        with np.load(find_data(file), allow_pickle=False) as archive:
-            x, y = archive["x_train"][:TRAIN], archive["y_train"][:TRAIN]
-            held = archive["x_test"][:TEST], archive["y_test"][:TEST]
+        found = read_images(stored)
+        x, y = found.x[:TRAIN], found.y[:TRAIN]
+        held = found.x_test[:TEST], found.y_test[:TEST]
     except DataError:
         if name != "MNIST":
             raise
         name, (x, y), held = "scikit-learn's 8×8 digits", *digits()
-    folder = scratch / file.partition(".")[0]
+    folder = scratch / stored
     folder.mkdir()
     np.save(folder / "x.npy", channels_first(x))
     np.save(folder / "y.npy", y.astype(np.int64).ravel())

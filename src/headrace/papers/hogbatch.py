@@ -67,7 +67,7 @@ class Problem:
 def covtype() -> Problem:
     with np.load(find_data("covtype.npz"), allow_pickle=False) as file:
         keys = list(file.keys())
-        x = torch.from_numpy(file[keys[0]].astype(np.float32))
+        x = torch.from_numpy(file[keys[0]].astype(np.float32, order="C"))
         y = torch.from_numpy((file[keys[1]] == 2).astype(np.int64))
     return Problem((x - x.mean(0)) / x.std(0).clamp_min(1e-6), y, F.cross_entropy, 2, 0.3)
 

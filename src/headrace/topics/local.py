@@ -6,6 +6,10 @@ topics as they are (rows may mix versions), infers its documents, and adds ρ_t 
 statistics to the shared excess. Additions commute; in one thread the result is, bit for bit, the serial
 recurrence.
 
+The first steps come in waves: no step reads topics that miss more steps than they have seen. Fourteen threads that all
+begin with the drawn topics each break the symmetry in their own way, and the sum of that takes passes to sort out:
+documents hold more topics and converge later, which cost half as much again (docs/log.md).
+
 What can go wrong is stated: two threads that add to the same number at the same time may leave one of the two
 additions (Hogwild). `Topics.recount` heals the column sums after every round.
 """
@@ -68,6 +72,21 @@ def plan_rounds(runs: Sequence[Run], rate: Rate, first: int, scale: float) -> li
     return [*rounds, current] if current else rounds
 
 
+def waves(steps: Sequence[Step], jobs: int) -> list[Sequence[Step]]:
+    """``steps`` cut where threads must wait for one another; all that follows step ``jobs`` is one wave.
+
+    A wave that begins with step t has at most t − 1 steps, so each of them misses no more than there have been.
+    """
+    cut: list[Sequence[Step]] = []
+    at = 0
+    while at < len(steps):
+        size = max(1, steps[at].number - 1)
+        end = at + size if size < jobs else len(steps)
+        cut.append(steps[at:end])
+        at = end
+    return cut
+
+
 @dataclass
 class Tally:
     """What the steps did."""
@@ -124,7 +143,8 @@ def run_steps(
             observe(step, scratch.gammas[: step.run[1] - step.run[0]])
 
     for steps in plan_rounds(runs, rate, first, topics.scale):
-        in_threads(work, steps, len(scratches), "topic")
+        for wave in waves(steps, len(scratches)):
+            in_threads(work, wave, len(scratches), "topic")
         topics.scale = steps[-1].after
         if len(scratches) > 1:
             topics.recount()

@@ -208,6 +208,19 @@ def test_workers_finish_an_epoch_together(speeds: tuple[float, float]) -> None:
     assert seconds < 1.1 * 1_000_000 / sum(speeds) + 0.2
 
 
+def test_a_fast_worker_among_slow_ones_is_seldom_asked() -> None:
+    """Its share of what is left is by its speed: each grant's end costs a device a wait for its host."""
+    speeds = {"gpu": 8e3 * 64} | {f"cpu{n}": 300.0 * 64 for n in range(14)}
+    plans = [WorkerPlan(name=name, batch=64, low=64, high=64) for name in speeds]
+    machine = Coordinator(581_000, plans, Rules())
+    simulate(machine, speeds, 1)
+    grants, given = [], machine._cut
+    machine._cut = lambda state: grants.append(given(state)) or grants[-1]  # type: ignore[func-returns-value,method-assign]
+    clock, _ = simulate(machine, speeds, 1)
+    assert clock < 1.05 * 581_000 / sum(speeds.values()) + 64 / min(speeds.values())
+    assert sum(grant.worker == "gpu" for grant in grants) < 40
+
+
 def test_one_worker_takes_the_batches_of_a_loop() -> None:
     machine = Coordinator(1000, [WorkerPlan(name="only", batch=64, low=64, high=64)], Rules())
     position, instructions = 0, machine.begin()

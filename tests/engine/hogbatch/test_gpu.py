@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -46,7 +47,7 @@ def test_device_workers_learn_and_use_every_row_once(mix: dict[str, Any], spec: 
     columns = data(8000)
     result = run_hogbatch(module, columns, F.cross_entropy, options)
     assert result.rows == 6 * 8000
-    assert result.losses[-1] < 0.6 * result.losses[0]
+    assert result.losses[-1] < 0.5 * math.log(3)  # guessing gives log 3
     assert next(module.parameters()).device.type == "cpu"
 
 

@@ -9,8 +9,8 @@ Events are method calls that name what happened; each returns the instructions t
 - `Done` comes once an epoch, when no row is pending or in flight.
 
 A grant is a range of positions in the epoch's order, many batches long: about `Rules.grant_s` seconds of
-work, so that messages are rare, and never more than a share of what is left, so that all workers finish
-together. Ranges are cut at multiples of the batch, so one worker's batches are those of a sequential loop.
+work, so that messages are rare, and never more than half of the worker's share of what is left, so that all workers
+finish together. Ranges are cut at multiples of the batch, so one worker's batches are those of a sequential loop.
 """
 
 from __future__ import annotations
@@ -303,8 +303,17 @@ class Coordinator:
         """How many rows make a grant: a multiple of the batch."""
         if state.rate is None:
             return state.batch
-        present = sum(other.present for other in self._workers.values())
         left = sum(stop - start for start, stop in self._pending)
-        fair = left // (2 * present) if present > 1 else left
+        fair = int(left * self._share(state))
         wanted = state.rate * self.rules.grant_s
         return state.batch * max(1, min(int(wanted), fair // state.batch))
+
+    def _share(self, state: _Worker) -> float:
+        """Half of a worker's part in what is left, by the rows a second of all: then all end at the same time."""
+        present = [other for other in self._workers.values() if other.present]
+        if len(present) < 2:
+            return 1.0
+        rates = [other.rate * other.batch for other in present if other.rate is not None]
+        if state.rate is None or len(rates) < len(present):
+            return 0.5 / len(present)
+        return 0.5 * state.rate * state.batch / max(sum(rates), 1e-9)

@@ -16,7 +16,11 @@ CSR = (".crow", ".col", ".values", ".width")
 
 
 def to_parts(columns: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Plain tensors that hold the columns."""
+    """Plain tensors that hold the columns, row behind row.
+
+    A matrix that lies column by column, as some files and `numpy.load` leave it, is copied once: compiled steps
+    cannot read it, and every gather would touch a cache line for each number.
+    """
     parts = {}
     for name, column in columns.items():
         if column.layout == torch.sparse_csr:
@@ -24,7 +28,7 @@ def to_parts(columns: dict[str, Tensor]) -> dict[str, Tensor]:
             held = (column.crow_indices().long(), column.col_indices().long(), column.values(), width)
             parts.update({name + suffix: tensor for suffix, tensor in zip(CSR, held, strict=True)})
         else:
-            parts[name] = column
+            parts[name] = column.contiguous()
     return parts
 
 
