@@ -99,13 +99,8 @@ def fit_stream(
         raise OptionError(
             "centers= uses one device; give a single device=, or centers=None to split all rows"
         )
-    budget = memory_budget(settings.max_memory, settings.devices.first)
     random = np.random.RandomState(settings.seed)
-
-    def attempt(allowed: int, retry: int) -> Model:
-        return _prepare(chunks, centers, settings, earlier, random, allowed, retry)
-
-    model = with_less_memory(attempt, budget, settings.say)
+    model = prepare_stream(chunks, centers, settings, earlier, random)
     averaged = None
     for epoch in range(settings.epochs):
         last = epoch == settings.epochs - 1
@@ -117,6 +112,22 @@ def fit_stream(
     if averaged is not None and after_epoch is None:
         model.expansion.first.weights_pc.copy_(averaged)
     return model
+
+
+def prepare_stream(
+    chunks: MemoryChunks | SourceChunks,
+    centers: Any,
+    settings: Settings,
+    earlier: Model | None,
+    random: np.random.RandomState | None = None,
+) -> Model:
+    """Centres, preconditioners and pace within the budget; no row has been trained on yet."""
+    draws = np.random.RandomState(settings.seed) if random is None else random
+
+    def attempt(allowed: int, retry: int) -> Model:
+        return _prepare(chunks, centers, settings, earlier, draws, allowed, retry)
+
+    return with_less_memory(attempt, memory_budget(settings.max_memory, settings.devices.first), settings.say)
 
 
 def extend_stream(
@@ -274,9 +285,9 @@ def _epoch(
     """One pass over the data: (relative residual seen on the way, the mean of the projections' weights)."""
     total, count, total_weights, projections = 0.0, 0, None, 0
     with settings.devices.precision(settings.tf32):
-        period = _Period(model, settings)
+        period = Period(model, settings)
         for chunk in chunks.epoch(model.stream.chunk_rows, random, model.operands.device):
-            for square, rows in _steps(model, period, chunk):
+            for square, rows in steps_over(model, period, chunk):
                 total, count = total + square, count + rows
                 if average and period.filled == 0:
                     current = model.expansion.first.weights_pc
@@ -287,7 +298,7 @@ def _epoch(
     return math.sqrt(total / max(1, count) / max(model.stream.first_square, 1e-300)), mean
 
 
-def _steps(model: Model, period: _Period, chunk: Chunk) -> Any:
+def steps_over(model: Model, period: Period, chunk: Chunk) -> Any:
     """Steps over one chunk; yields (sum of squared gradients, rows) for each projection, and once at the
     end.
     """
@@ -312,7 +323,7 @@ def _steps(model: Model, period: _Period, chunk: Chunk) -> Any:
         yield square, rows
 
 
-class _Period:
+class Period:
     """The steps between two projections."""
 
     def __init__(self, model: Model, settings: Settings) -> None:
@@ -336,9 +347,10 @@ class _Period:
         self.ridge = settings.ridge / settings.loss.curvature
         self.loss: Loss = find_loss(settings.loss.name, c)
         self.halvings = 0
-        self._start()
+        self.begin()
 
-    def _start(self) -> None:
+    def begin(self) -> None:
+        """From the weights as they are now."""
         self.filled = 0
         self.square = 0.0
         self.on_sample.zero_()
@@ -415,7 +427,7 @@ class _Period:
             ),
         )
         model.expansion.first.weights_pc.add_(expansion.first.weights_pc)
-        self._start()
+        self.begin()
 
     def _add_sample_values(self, product: KernelProduct) -> None:
         """values_p += K(Z, S) b."""
@@ -436,7 +448,7 @@ class _Period:
             )
         self.settings.say(f"the residual grew: the step is halved to {self.stream.step:.4g}")
         self.model.expansion.first.weights_pc.copy_(self.before)
-        self._start()
+        self.begin()
 
 
 def _features(operands: Operands, right_nk: Tensor) -> int:
