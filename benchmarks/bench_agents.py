@@ -9,6 +9,7 @@ one emulator thread; there it is the usual wrapper chain, and "same env" feeds i
     python benchmarks/bench_agents.py              # CartPole, about 40 s of CPU
     python benchmarks/bench_agents.py atari        # Pong, about 2 minutes; needs ale-py and opencv
     python benchmarks/bench_agents.py workers      # steps of one and of two workers
+    python benchmarks/bench_agents.py curves       # float32 and bfloat16 on a task of pixels, eight seeds; 25 minutes
     python benchmarks/bench_agents.py seeds [peer] # CartPole to a mean return of 475, ten seeds; 2 (peer: 8) minutes
 
 Measured on 2 cores of an AMD EPYC (AVX-512, bfloat16), torch 2.13, gymnasium 1.4, ale-py 0.12.1, and
@@ -154,6 +155,87 @@ def atari() -> None:
             compare("  same env on both sides", agent.learn, sb3(same, "CnnPolicy"), (2_000, 1_200), rounds=1)
 
 
+def catch(n: int) -> Any:
+    """Pixels like Atari's that are learned in a minute: catch falling balls, ten an episode, each worth 1 or -1."""
+    import gymnasium
+    from gymnasium import spaces
+
+    class Catch(gymnasium.vector.VectorEnv):
+        side, ball, paddle, balls = 84, 10, 16, 10
+
+        def __init__(self) -> None:
+            self.num_envs = n
+            self.metadata = {"autoreset_mode": gymnasium.vector.AutoresetMode.SAME_STEP}
+            self.single_observation_space = spaces.Box(0, 255, (4, self.side, self.side), np.uint8)
+            self.single_action_space = spaces.Discrete(3)
+
+        def reset(self, *, seed: Any = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+            self.rng = np.random.default_rng(seed)
+            self.frames = np.zeros((n, 4, self.side, self.side), np.uint8)
+            self.dropped = np.zeros(n, int)
+            self.at = np.full(n, self.side // 2)
+            self.x, self.y, self.drift = np.zeros(n, int), np.zeros(n, int), np.zeros(n, int)
+            self._drop(np.ones(n, bool))
+            self._draw()
+            return self.frames.copy(), {}
+
+        def _drop(self, rows: Any) -> None:
+            count = int(rows.sum())
+            self.x[rows] = self.rng.integers(0, self.side - self.ball, count)
+            self.y[rows], self.drift[rows] = 0, self.rng.integers(-2, 3, count)
+
+        def _draw(self) -> None:
+            self.frames[:, :-1] = self.frames[:, 1:]
+            self.frames[:, -1] = 0
+            for i in range(n):
+                self.frames[i, -1, self.y[i] : self.y[i] + self.ball, self.x[i] : self.x[i] + self.ball] = 255
+                self.frames[i, -1, -4:, self.at[i] : self.at[i] + self.paddle] = 128
+
+        def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+            self.at = np.clip(self.at + (actions - 1) * 10, 0, self.side - self.paddle)
+            self.y, moved = self.y + 8, self.x + self.drift
+            self.drift = np.where((moved < 0) | (moved > self.side - self.ball), -self.drift, self.drift)
+            self.x = np.clip(moved, 0, self.side - self.ball)
+            down = self.y >= self.side - self.ball - 8
+            caught = (self.x + self.ball > self.at) & (self.x < self.at + self.paddle)
+            rewards = np.where(down, np.where(caught, 1.0, -1.0), 0.0)
+            self.dropped += down
+            ended = self.dropped >= self.balls
+            self.dropped[ended] = 0
+            self._drop(down)
+            self._draw()
+            return self.frames.copy(), rewards, ended, np.zeros(n, bool), {}
+
+    return Catch()
+
+
+def curves(seeds: int = 8, steps: int = 100_000) -> None:
+    """Does bfloat16 learn as float32 does? Returns of the same task, by network and precision, over seeds."""
+    found: dict[str, list[list[float]]] = {}
+    kinds = [(cnn, precision) for cnn in ("small", "nature") for precision in ("float32", "bfloat16")]
+    for seed in range(seeds):
+        for cnn, precision in kinds:
+            agent = hr.ActorCritic(catch(16), cnn=cnn, precision=precision, seed=seed).learn(steps)
+            returns = [row["return"] for row in agent.metrics_ if row.get("return") is not None]
+            agent.close()
+            quarters = [float(np.mean(part)) for part in np.array_split(np.array(returns), 4)]
+            found.setdefault(f"{cnn}, {precision}", []).append(quarters)
+            print(f"seed {seed}, {cnn}, {precision}: {[round(q, 2) for q in quarters]}", flush=True)
+    print(f"{'mean return (±95 %)':22}" + "".join(f"{f'quarter {i + 1}':>16}" for i in range(4)))
+    for name, runs in found.items():
+        print(f"{name:22}" + _mean_and_half_width(np.array(runs)))
+    for cnn in ("small", "nature"):
+        apart = np.array(found[f"{cnn}, bfloat16"]) - np.array(found[f"{cnn}, float32"])
+        print(f"{cnn + ', bf16 - fp32':22}" + _mean_and_half_width(apart))
+
+
+def _mean_and_half_width(runs: Any) -> str:
+    from scipy.stats import t
+
+    half = t.ppf(0.975, len(runs) - 1) * runs.std(0, ddof=1) / len(runs) ** 0.5
+    return "".join(f"{f'{m:.2f} ± {h:.2f}':>16}" for m, h in zip(runs.mean(0), half, strict=True))
+
+
 def workers() -> None:
     """CPU-seconds per step must stay what they are, or two cores cannot give twice the steps."""
     for n in (8, 16):
@@ -217,4 +299,4 @@ if __name__ == "__main__":
     if chosen == "seeds":
         seeds(*sys.argv[2:3])
     else:
-        {"cartpole": cartpole, "atari": atari, "workers": workers}[chosen]()
+        {"cartpole": cartpole, "atari": atari, "workers": workers, "curves": curves}[chosen]()

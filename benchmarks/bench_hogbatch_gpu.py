@@ -19,17 +19,21 @@ the loss that it reached. ``--standin`` replaces the GPU by a CPU core, to try t
 What an early prototype measured on an H200 with 16 cores: alone 7.2k updates/s at batch 64 (loss 0.129 after 12 s),
 with CPU workers 10.5k (0.106); alone at batch 512 0.065, with CPU workers 0.063.
 
-One H200 with 16 cores, torch 2.11, --quick, when every step was a replay of its own:
+One H200 with 16 cores, torch 2.11, --quick:
 
-    the usual eager loop                  588 updates/s
-    GPU alone, batch 64                   8,057 updates/s, loss 0.191 after 4.5 s
-    GPU and 14 CPU workers, batch 64      1,914 and 4,324 updates/s, loss 0.191 after 6.4 s: 0.71 × as fast as alone
-    GPU alone, batch 512, step 0.4        5,558 updates/s, loss 0.10 after 3.6 s: 54 × the eager loop's (extrapolated)
-    14 CPU workers against one            27.8 × (the one takes torch's steps, the fourteen compiled ones)
-    merging every 16 or 8 steps           costs 1.4 and 1.2 % of the GPU worker's time
-    210 MB of parameters, every 8 steps   costs 37 %: 14.5 merges a second are what one host thread adds up
+    the usual eager loop                  573 updates/s
+    GPU alone, batch 64                   8,415 updates/s, loss 0.202 after 4.3 s
+    GPU and 14 CPU workers, batch 64      8,083 and 6,315 updates/s, loss 0.202 after 2.85 s: 1.52 × as fast as alone,
+                                          22 × the eager loop (extrapolated)
+    GPU alone, batch 512, step 0.4        5,761 updates/s, loss 0.10 after 3.5 s: 62 × the eager loop (extrapolated)
+    auto                                  chose the GPU alone at 512, in 3.8 s
+    14 CPU workers against one            9.8, 9.6 and 9.1 × merging every 1, 16 and 64 steps; 14 processes that only
+                                          count make 9.5 × what one makes there, so this is the machine's own limit
+    merging every 16 or 8 steps           costs -1.5 and 0.7 % of the GPU worker's time
+    210 MB of parameters, every 8 steps   1,098 instead of 1,182 updates/s (7.1 %) in runs of 1.8 s, which end with a
+                                          wait for the last exchange; 13.6 merges a second
 
-Fourteen busy cores beside it left the GPU waiting for its host. Several steps a replay came after this measurement.
+The processes that share nothing, in `cores`, and runs of 4.8 s in `big` came after this measurement.
 """
 
 from __future__ import annotations

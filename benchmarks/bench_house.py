@@ -33,9 +33,11 @@ One H200 with 16 cores, torch 2.11, batch 64, ``--quick --only gpu``; the usual 
 pinned memory, 2.03 ms a step of LeNet and 1.55 ms of the network. Accuracies of both sides agree to 0.003.
 
                     LeNet                   network
-    graph           0.263 ms    7.7 x       0.134 ms   11.6 x
-    graph, tf32     0.230 ms    8.8 x       0.098 ms   15.7 x
+    graph           0.230 ms    8.8 x       0.134 ms   11.6 x
+    graph, tf32     0.201 ms   10.1 x       0.098 ms   15.7 x
     compiled        0.183 ms   11.1 x       not measured        (capture="compile": compiled, then captured)
+
+LeNet's first two rows are from a later run than the loop that they are compared with.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from headrace.agents.environments import double_frame_skip
 from headrace.agents.goal import Goal
 from headrace.agents.spaces import Actions, Observations
 from headrace.errors import (
+    DeviceError,
     DivergenceError,
     MissingExtraError,
     ModelError,
@@ -127,10 +128,13 @@ def test_squashed_actions_reach_the_bounds_and_no_further() -> None:
         ({"env": Match, "policy": torch.nn.Linear(3, 4)}, "failed on two observations"),
         ({"env": Match, "policy": torch.nn.LSTM(2, 4)}, r"action outputs \(batch, 2\)"),
         ({"env": Match, "policy": "lstm", "overlap": True}, "without memory"),
+        ({"env": Match, "n_envs": "eight"}, "n_envs='eight' must be \"auto\" or a whole number"),
+        ({"env": Match, "device": "gpu"}, "'gpu' is no device; say 'auto'"),
+        ({"env": Match, "device": "cuda:99"}, "this machine has"),
     ],
 )
 def test_bad_options_are_answered_with_what_to_do(asked: dict[str, Any], message: str) -> None:
-    with pytest.raises((OptionError, ModelError), match=message):
+    with pytest.raises((OptionError, ModelError, DeviceError), match=message):
         hr.ActorCritic(**asked).learn(steps=10)
 
 
@@ -183,6 +187,10 @@ def test_an_agent_is_not_loaded_for_another_space(tmp_path: Path) -> None:
     about = json.loads((folder / "agent.json").read_text())
     (folder / "agent.json").write_text(json.dumps({**about, "format": 99}))
     with pytest.raises(RunFolderError, match="format 2"):
+        hr.ActorCritic.load(folder)
+    del about["config"]
+    (folder / "agent.json").write_text(json.dumps(about))
+    with pytest.raises(RunFolderError, match="config missing"):
         hr.ActorCritic.load(folder)
     with pytest.raises(RunFolderError, match=r"holds no agent\.json"):
         hr.ActorCritic.load(tmp_path)

@@ -162,7 +162,7 @@ def test_flat_optimisers_do_what_torch_s_do(name: str, one_pass: bool) -> None:
     }
     torchs, ours = made[name]([own]), FlatOptimizer(name, theta, grad, 0.5)
     if not one_pass:
-        ours._step = getattr(ours, f"_{name}")
+        ours._in_one_pass = False
     for i in range(20):
         grad.copy_(torch.randn(30, generator=torch.Generator().manual_seed(i)) * 3)
         own.grad = grad.clone()
@@ -170,3 +170,33 @@ def test_flat_optimisers_do_what_torch_s_do(name: str, one_pass: bool) -> None:
         torchs.step()
         ours.step(0.01)
     torch.testing.assert_close(theta, own.detach(), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("one_pass", [True, False])
+def test_gradients_of_single_tensors_are_laid_out_as_the_parameters_are(one_pass: bool) -> None:
+    """Planted once: the filters of a convolution flattened as they are seen, not as they lie."""
+    from headrace.agents.optimizers import FlatOptimizer
+    from headrace.agents.torch_learner import _flatten
+
+    generator = torch.Generator().manual_seed(0)
+    network = torch.nn.Sequential(torch.nn.Conv2d(2, 3, 2), torch.nn.Flatten(), torch.nn.Linear(12, 2))
+    theta, grad = _flatten(network)
+    start, x = theta.clone(), torch.randn(5, 2, 3, 3, generator=generator)
+
+    def stepped(apart: bool) -> torch.Tensor:
+        theta.copy_(start)
+        grad.zero_()
+        ours = FlatOptimizer("rmsprop", theta, grad, 0.5)
+        ours._in_one_pass = one_pass
+        ours.minus_lr.fill_(-0.01)
+        loss = network(x).square().sum()
+        if apart:
+            ours.step_with(torch.autograd.grad(loss, list(network.parameters())))
+        else:
+            loss.backward()
+            ours.step()
+        return theta.clone()
+
+    wanted = stepped(False)
+    assert not torch.equal(wanted, start)
+    torch.testing.assert_close(stepped(True), wanted)

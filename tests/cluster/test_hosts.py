@@ -107,9 +107,11 @@ class Hosts:
                 return
         pytest.fail(f"the nodes {addresses} never came:\n{out[-2000:]}")
 
-    def run(self, host: int, script: str, **more: str) -> tuple[int, str]:
+    def run(self, host: int, script: str, alone: bool = False, **more: str) -> tuple[int, str]:
+        """Run a script on a host; ``alone`` is in a container of its own there, which sees no other process."""
         text = textwrap.dedent(script.format(address=f"{HEAD}:6379"))
-        process = self.start(host, [sys.executable, "-W", "ignore", "-c", text], **more)
+        own = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"] if alone else []
+        process = self.start(host, [*own, sys.executable, "-W", "ignore", "-c", text], **more)
         try:
             out, _ = process.communicate(timeout=150)
         finally:
@@ -148,6 +150,24 @@ def hosts() -> Iterator[Hosts]:
 def test_two_hosts_train_together(hosts: Hosts) -> None:
     """Each host has one CPU, so each has one of the two workers."""
     status, out = hosts.run(0, TRAIN)
+    assert status == 0 and "rows 12000 learned True" in out, out[-3000:]
+
+
+@pytest.mark.parametrize("address", [f"{HEAD}:6379", "auto", f"ray://{HEAD}:10001"])
+def test_a_driver_beside_another_node_trains_on_both(hosts: Hosts, address: str) -> None:
+    """The two hosts share a table of processes, where Ray finds both nodes and would take the head's."""
+    status, out = hosts.run(1, TRAIN.replace("{address}", address))
+    assert status == 0 and "rows 12000 learned True" in out, out[-3000:]
+
+
+def test_a_driver_without_a_node_is_told_so(hosts: Hosts) -> None:
+    """A table of processes of its own, without a node in it."""
+    script = TRAIN.replace('"workers"', '"connect_s": 3, "workers"')
+    status, out = hosts.run(1, script, alone=True)
+    assert status != 0 and "no Ray node runs on this machine" in out and "ray start --address=" in out, out[
+        -3000:
+    ]
+    status, out = hosts.run(1, TRAIN.replace("{address}", f"ray://{HEAD}:10001"), alone=True)
     assert status == 0 and "rows 12000 learned True" in out, out[-3000:]
 
 

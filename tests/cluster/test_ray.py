@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,11 @@ import headrace as hr
 from headrace.cluster.connect import connected
 from headrace.cluster.driver import ClusterResult, Observer, run_cluster
 from headrace.cluster.options import ClusterOptions
+from headrace.cluster.orders import SAVE_S, OrderActor, RayOrders
 from headrace.cluster.sending import sendable
 from headrace.cluster.training import Job
 from headrace.engine.options import FitOptions
+from headrace.engine.served import SKETCH, order_service
 from headrace.engine.setup import open_data
 from headrace.errors import WorkerError
 
@@ -138,6 +141,34 @@ def test_fit_on_a_cluster_learns_and_leaves_a_run_folder(ray: Any, tmp_path: Pat
     assert "Staleness" in (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
     timeline = (tmp_path / "run" / "timeline.json").read_text(encoding="utf-8")
     assert "worker-0" in timeline and "worker-1" in timeline and "exchange" in timeline
+
+
+def test_a_killed_order_service_loses_the_batches_since_its_last_save(ray: Any, tmp_path: Path) -> None:
+    kind = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(OrderActor)
+    actor, witness = kind.remote(120, 1, 0, str(tmp_path)), order_service(120, 1, 0)
+    served = RayOrders(actor)
+
+    def observe(to: Any, number: int) -> None:
+        generator = torch.Generator().manual_seed(number)
+        rows = torch.arange(20 * number, 20 * number + 20)
+        to.observe(0, rows, torch.randn(20, SKETCH, generator=generator))
+
+    own = witness.next_epoch(0)
+    assert torch.equal(served.next_epoch(0), own)  # saved: it is the first call
+    observe(served, 0)
+    pid = ray.get(actor.__ray_call__.remote(lambda _: os.getpid()))
+    time.sleep(SAVE_S + 0.2)
+    observe(served, 1)  # saved with the one before
+    observe(served, 2)  # not saved
+    ray.get(actor.__ray_call__.remote(lambda _: None))  # all of them have arrived
+    os.kill(pid, signal.SIGKILL)
+    for number in (0, 1):
+        observe(witness, number)
+    expected = witness.next_epoch(0)
+    assert not torch.equal(expected, own)
+    assert torch.equal(served.next_epoch(0, own), expected)
+    assert ray.get(actor.__ray_call__.remote(lambda _: os.getpid())) != pid
+    ray.kill(actor)
 
 
 @pytest.mark.parametrize("shard_bytes", [500, pytest.param(64 << 20, marks=pytest.mark.slow)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,15 +11,17 @@ import torch
 from test_ray import loss_of, network, problem
 from torch import Tensor, nn
 
+from headrace.cluster import orders
 from headrace.cluster.compress import Compressor
 from headrace.cluster.holder import Holder
 from headrace.cluster.layout import Layout
 from headrace.cluster.machine import Master, MasterOptions
+from headrace.cluster.sending import as_array
 from headrace.cluster.simulation import Conditions, Simulation
 from headrace.cluster.training import Job, TrainingSteps, twin_of
 from headrace.cluster.transport import Service, converse
 from headrace.engine.options import FitOptions
-from headrace.engine.served import ServedOrder, order_service
+from headrace.engine.served import SKETCH, ServedOrder, order_service
 from headrace.errors import OptionError
 from headrace.order.coordinated import OrderService
 
@@ -90,11 +93,11 @@ def recording(world: int) -> Recording:
 
 def test_shares_stay_and_cover_all_rows() -> None:
     service = order_service(ROWS + 1, 3, 0)
-    orders = [ServedOrder(ROWS + 1, rank, 3, service) for rank in range(3)]
+    served = [ServedOrder(ROWS + 1, rank, 3, service) for rank in range(3)]
     passes = []
     for _ in range(2):
         own = []
-        for order in orders:
+        for order in served:
             whole = torch.cat(list(order.epoch()))
             assert torch.equal(whole.sort().values, torch.arange(ROWS + 1))
             own.append(set(whole[order.start : order.stop].tolist()))
@@ -132,12 +135,12 @@ def test_the_walk_of_all_workers_stays_lower_than_that_of_shuffled_rows() -> Non
     vectors -= vectors.mean(1, keepdim=True)
     heights = []
     for _ in range(12):
-        orders = [service.next_epoch(w) for w in (0, 1)]
-        walk = torch.stack([vectors[w][orders[w]] for w in (0, 1)]).sum(0).cumsum(0)
+        now = [service.next_epoch(w) for w in (0, 1)]
+        walk = torch.stack([vectors[w][now[w]] for w in (0, 1)]).sum(0).cumsum(0)
         heights.append(float(walk.abs().max()))
         for start in range(0, ROWS // 2, 10):
             for w in (0, 1):
-                rows = orders[w][start : start + 10]
+                rows = now[w][start : start + 10]
                 service.observe(w, rows, vectors[w][rows])
     assert max(heights[4:]) < 0.6 * heights[0], heights
 
@@ -160,6 +163,49 @@ def test_a_worker_that_comes_back_goes_on_in_its_order() -> None:
     assert torch.equal(fresh.orders[0], whole.order.own), "the service learns the order from the worker"
     assert torch.equal(again.advance(vector.clone(), 6).vector, after.vector)
     assert done.place["loader"]["permutation"] is None, "all rows travel with every push"
+
+
+def observed(service: Any, batches: range, wrap: Any = lambda tensor: tensor) -> None:
+    """Batches of ten rows of both workers, the same for the same numbers."""
+    for number in batches:
+        for worker in (0, 1):
+            generator = torch.Generator().manual_seed(100 * number + worker)
+            rows = torch.arange(10 * number, 10 * number + 10)
+            service.observe(worker, wrap(rows), wrap(torch.randn(10, SKETCH, generator=generator)))
+
+
+def test_a_service_that_comes_back_has_the_signs_of_its_newest_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(orders, "SAVE_S", 0.0)
+    monkeypatch.setattr(orders, "MOST_OF_ITS_TIME", 1e9)
+    first, witness = orders.OrderActor(120, 2, 0, str(tmp_path)), order_service(120, 2, 0)
+    for worker in (0, 1):
+        assert (first.next_epoch(worker, None) == witness.next_epoch(worker).numpy()).all()
+    observed(first, range(4), as_array)
+    first.due_s = float("inf")  # what follows is not saved
+    observed(first, range(4, 6), as_array)
+    observed(witness, range(4))
+    second = orders.OrderActor(120, 2, 0, str(tmp_path))
+    for worker in (0, 1):
+        own = witness.orders[worker].clone()
+        expected = witness.next_epoch(worker)
+        assert not torch.equal(expected, own)
+        assert (second.next_epoch(worker, own.numpy()) == expected.numpy()).all()
+    # Another number of workers: nothing of it fits.
+    other = orders.OrderActor(120, 3, 0, str(tmp_path))
+    assert torch.equal(other.service.orders[0], order_service(120, 3, 0).orders[0])
+
+
+def test_a_save_of_an_earlier_pass_misleads_nobody() -> None:
+    """The worker's own permutation counts, and signs of another pass do not."""
+    late, behind = order_service(120, 2, 0), order_service(120, 2, 0)
+    observed(behind, range(6))
+    observed(late, range(6))
+    own = late.next_epoch(0).clone()
+    assert torch.equal(behind.next_epoch(0, own), own), "rows without a sign keep their rank"
+    observed(late, range(3))
+    assert not torch.equal(late.next_epoch(0, own), own), "its own signs are kept"
 
 
 def test_a_service_refuses_an_order_that_is_none() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import headrace as hr
-from headrace.engine import auto_workers
+from headrace.engine import auto_workers, crew
 from headrace.engine.auto_workers import why_single
 from headrace.engine.hogbatch import HogbatchOptions, OptimiserSpec
 from headrace.engine.hogbatch.trial import Verdict
@@ -91,9 +91,13 @@ def test_several_workers_run_when_they_win_and_a_resume_keeps_them(
         return verdict(2)
 
     monkeypatch.setattr(auto_workers, "run_trial", tried)
+    loads: list[int] = []
+    load = crew.load
+    monkeypatch.setattr(crew, "load", lambda *given: loads.append(1) or load(*given))  # type: ignore[func-returns-value]
     first = hr.fit(network(), data(), epochs=4, out=tmp_path / "run", **QUIET)
     assert first.plan["workers"]["cpu"] == 2
     assert "two workers: for a test" in str(first.plan)
+    assert len(loads) == 1  # the trial's rows are the run's
     assert {"updates/cpu0", "updates/cpu1"} <= set(first.epochs[-1])
     more = hr.fit(network(), data(), epochs=8, out=tmp_path / "run", resume=True, **QUIET)
     assert more.plan["workers"]["cpu"] == 2

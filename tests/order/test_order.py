@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 import pytest
 import torch
@@ -113,6 +114,77 @@ def test_fit_learns_an_order() -> None:
     order.end_epoch()
     assert len(order.drift) == 3
     assert run.metrics[-1]["loss"] < 0.75
+
+
+def orders_of(
+    net: nn.Module, kind: str, capture: str, **options: Any
+) -> tuple[list[list[int]], BalancedOrder, Any]:
+    """The rows of four epochs of a run, in the order in which they came, the order itself and the run."""
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(45, 6, generator=generator, dtype=torch.float64), torch.arange(45) % 3
+    order = BalancedOrder(45, kind=kind, fallback=False)
+    epochs: list[list[int]] = []
+    rows = order.rows
+
+    def told() -> Tensor:
+        epochs.append(rows().tolist())
+        return rows()
+
+    order.rows = told  # type: ignore[method-assign]
+    run = headrace.fit(
+        net, (x, y), loss=F.cross_entropy, lr=0.05, epochs=4, batch_size=8, order=order, seed=0, workers="single",
+        progress=False, device="cpu", capture=capture, **options,
+    )  # fmt: skip
+    return epochs, order, run
+
+
+@pytest.mark.parametrize("kind", ["pair", "mean", "recursive"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_steps_by_hand_sign_the_rows_that_hooks_sign(kind: str, optimizer: str) -> None:
+    """Layers with and without a bias, a short last batch, both ways in which a chain makes its gradient."""
+    found = []
+    for capture in ("chain", "eager"):
+        torch.manual_seed(1)
+        net = nn.Sequential(
+            nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8, bias=False), nn.ReLU(), nn.Linear(8, 3)
+        ).double()
+        epochs, order, run = orders_of(net, kind, capture, optimizer=optimizer)
+        assert [d.value for d in run.plan.decisions if d.name == "capture"][-1] == capture
+        assert not any(m._forward_hooks or m._forward_pre_hooks for m in net.modules())
+        order.end_epoch()
+        found.append((epochs, order.drift))
+    assert len({tuple(rows) for rows in found[0][0]}) == 4
+    assert found[0][0] == found[1][0]
+    assert found[0][1] == pytest.approx(found[1][1])
+
+
+def test_an_order_that_gave_up_learns_nothing_from_steps_by_hand() -> None:
+    net = nn.Sequential(nn.Linear(6, 3)).double()
+    order = BalancedOrder(45)
+    hand = order.by_hand(net)
+    assert hand is not None
+    order.kind_in_force = "shuffled"
+    hand.begin(torch.arange(8))
+    hand.take("0.weight", torch.ones(3, 8, dtype=torch.float64), torch.ones(8, 6, dtype=torch.float64))
+    hand.end(1.0)
+    assert order.learner is not None
+    assert order.learner.seen == 0
+    assert BalancedOrder(45, signal="exact").by_hand(net) is None
+
+
+def test_pools_come_first_beside_a_learned_order_too() -> None:
+    """Hooks sit on the layers in the order in which they run, and leave with the run."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 2))
+    order = BalancedOrder(32, fallback=False)
+    run = headrace.fit(
+        net, (torch.randn(32, 1, 8, 8), torch.arange(32) % 2), loss=F.cross_entropy, lr=0.01, epochs=2, batch_size=8,
+        order=order, workers="single", progress=False, device="cpu",
+    )  # fmt: skip
+    assert run.plan["pooling"] == "before ReLU"
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in net.modules())
+    order.end_epoch()
+    assert len(order.drift) == 2
 
 
 def test_a_loader_names_its_rows() -> None:

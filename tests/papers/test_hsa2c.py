@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,6 +34,31 @@ def test_a_band_is_over_all_seeds_and_ends_with_the_shortest() -> None:
     assert (band.low[at_20], band.y[at_20], band.high[at_20]) == (3.0, 5.0, 7.0)
     assert min(band.x) >= 20, "before that one seed has no episode yet"
     assert hsa2c.band("none", [], "step") is None
+
+
+def test_the_common_end_leaves_out_what_hardly_began() -> None:
+    runs = {"fast": [ROWS[0]], "both": ROWS, "none": [], "slow": [[{"step": 3, "return": 0.0}]]}
+    assert hsa2c.common_end(runs, "step") == 40.0
+
+
+def test_every_run_gets_an_equal_share_of_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slow runs that came first used to get four shares, and the last configurations what was left."""
+    clock, given = [0.0], []
+
+    def kind(uses_s: float) -> Any:
+        def learn(seed: int, seconds: float) -> Any:
+            given.append(round(seconds, 6))
+            clock[0] += min(uses_s, seconds)
+            return [{"step": 1, "return": 0.0}]
+
+        return learn
+
+    monkeypatch.setattr(hsa2c.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(hsa2c, "CONFIGURATIONS", {"slow": 99.0, "quick": 1.0})
+    monkeypatch.setattr(hsa2c, "_ours", lambda experiment, uses_s: kind(uses_s))
+    monkeypatch.setattr(hsa2c.importlib.util, "find_spec", lambda name: None)
+    hsa2c.run_experiment(hsa2c.EXPERIMENTS["cartpole"], 2, 40.0)
+    assert given == [10.0, 10.0, 14.5, 14.5]
 
 
 def test_a_short_run_writes_its_numbers_and_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from headrace.engine.loader import Loader
 from headrace.errors import DataError, OptionError
 from headrace.source import ArraySource, check_finite, open_source
 
@@ -211,6 +214,46 @@ def test_a_file_cut_short_is_named(tmp_path: Path) -> None:
     (tmp_path / "x.npy").write_bytes(whole[:-100])
     with pytest.raises(DataError, match=r"x\.npy is cut short"):
         open_source(tmp_path)
+
+
+@pytest.mark.parametrize("buffer", ["auto", 4096])
+def test_the_whole_rows_of_a_file_cut_short_are_used_when_asked(tmp_path: Path, buffer: Any) -> None:
+    """A folder's other columns, sparse ones too, and a file by itself; in memory and through buffers."""
+    x, y = np.arange(8000.0, dtype=np.float32).reshape(1000, 8), np.arange(1000)
+    path = saved(tmp_path, x=x, y=y) / "x.npy"
+    end = path.stat().st_size - 100 * 32 - 5
+    path.write_bytes(path.read_bytes()[:end])
+    words = rf"x\.npy is cut short: it ends at byte {end}.*the 899 rows that are whole are used"
+    for source, columns in ((tmp_path, 2), (path, 1)):
+        with pytest.raises(DataError, match=rf"x\.npy is cut short: it ends at byte {end}"):
+            open_source(source)
+        with Loader(source, 10, device="cpu", order="shuffled", buffer=buffer, on_error="skip") as loader:
+            batches = list(loader)
+            assert loader.plan["left_out"] == 1
+            assert re.search(words, loader.statistics.failures[0])
+        assert len(batches[0]) == columns
+        seen = torch.cat([batch[0] for batch in batches])
+        order = seen[:, 0].argsort()
+        assert seen[order].equal(torch.from_numpy(x[:899]))
+        if columns == 2:
+            assert torch.cat([batch[1] for batch in batches])[order].equal(torch.arange(899))
+    for name, part in zip(
+        ("data", "indices", "indptr"), ([1.0] * 1000, [0] * 1000, range(1001)), strict=True
+    ):
+        np.save(tmp_path / f"s_{name}.npy", np.array(list(part)))
+    np.save(tmp_path / "s_shape.npy", np.array([1000, 3]))
+    assert open_source(tmp_path, input=("x", "s"), on_error="skip").read(range(899))["s"].shape == (899, 3)
+
+
+def test_a_file_without_a_whole_row_stops_also_when_asked(tmp_path: Path) -> None:
+    path = saved(tmp_path, x=np.zeros((10, 800))) / "x.npy"
+    path.write_bytes(path.read_bytes()[:500])
+    with pytest.raises(DataError, match="ends at byte 500"):
+        open_source(path, on_error="skip")
+    np.save(path, np.asfortranarray(np.zeros((10, 800))))
+    path.write_bytes(path.read_bytes()[:50000])
+    with pytest.raises(DataError, match="ends at byte 50000"):
+        open_source(path, on_error="skip")
 
 
 def test_an_unknown_column_gets_a_proposal(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from headrace.agents.progress import Progress
 from headrace.agents.resolve import resolve
 from headrace.agents.spaces import Actions, Observations
 from headrace.engine.records import Records, open_records
+from headrace.engine.residence import resolve_device
 from headrace.errors import OptionError
 from headrace.types import Plan
 
@@ -95,8 +96,9 @@ class ActorCritic:
         self._note_oddities()
 
     def _decide(self, asked: dict[str, Any]) -> tuple[environments.Made, Config, Plan]:
+        resolve_device(asked["device"])  # refuses what is none before an environment is made
         travels = environments.can_travel(self.env)
-        made = self._make(1 if asked["n_envs"] == "auto" else int(asked["n_envs"]))
+        made = self._make(_count(asked["n_envs"]))
         fixed = None if travels else int(made.env.num_envs)
         observations = Observations(made.env.single_observation_space)
         try:
@@ -175,6 +177,7 @@ class ActorCritic:
 
     def _run(self, goal: Goal, records: Records, shown: Progress, callback: Any) -> str:
         def report(row: dict[str, Any]) -> None:
+            self._note_way(records)
             records.metrics(row)
             shown.update(row)
             if callback is not None:
@@ -190,6 +193,13 @@ class ActorCritic:
             self.steps_ += int(records.rows[-1]["step"])
             shown.update(records.rows[-1], last=True)
         return stopped
+
+    def _note_way(self, records: Records) -> None:
+        """Put into the plan how updates run, once that is known."""
+        way = getattr(self._learner, "way", None)
+        if way is not None and "update" not in self.plan:
+            self.plan = self.plan.with_("update", *way)
+            records.write_plan(self.plan)
 
     def _ready_loop(self) -> Loop:
         if self._loop is None:
@@ -293,7 +303,7 @@ class ActorCritic:
         if options["optimizer"] == "own":
             options["optimizer"] = "rmsprop"
         if options["device"].startswith("cuda") and not torch.cuda.is_available():
-            options["device"] = "cpu"
+            options.update(device="cpu", compiled="auto")
         agent = cls(env, **options)
         try:
             files.check_spaces(about, agent.observations.describe(), agent.actions.describe(), agent.name)
@@ -314,3 +324,12 @@ class ActorCritic:
             if env is not None:
                 env.close()
         self._apart = None
+
+
+def _count(n_envs: Any) -> int:
+    """How many environments to begin with; one where that is still to be decided."""
+    if n_envs == "auto":
+        return 1
+    if isinstance(n_envs, bool) or not isinstance(n_envs, int):
+        raise OptionError(f'n_envs={n_envs!r} must be "auto" or a whole number')
+    return n_envs

@@ -69,8 +69,9 @@ class Config:
     overlap: bool = False
     """Act on the next rollout while learning from the last, one update behind."""
     precision: str = "float32"
-    compiled: bool = False
-    """Compile the torch learner's update (a graph on CUDA, torch.compile on the CPU)."""
+    compiled: bool | str = False
+    """How the torch learner's update runs: False one operation at a time, "graph" as one CUDA graph, True fused by
+    torch.compile first (and on CUDA captured then)."""
     max_restarts: int = 5
     """Restarts of workers, all together, before the run gives up."""
     hang_s: float = 60.0
@@ -90,6 +91,12 @@ class Config:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
                 raise OptionError(f"{name}={value!r} must be a whole number")
+        if self.compiled not in (False, True, "graph"):
+            raise unknown("compiled", str(self.compiled), ("auto", "graph", "True", "False"))
+        if self.compiled == "graph" and not self.device.startswith("cuda"):
+            raise OptionError(
+                f'compiled="graph" needs a CUDA device, and device is {self.device!r}; leave "auto"'
+            )
         if not self.hidden and self.policy == "mlp":
             raise OptionError(
                 "hidden=() leaves no layer; give at least one width, for example hidden=(64, 64)"

@@ -26,21 +26,24 @@ class TorchCategorical:
         self._even = bool(valid.all())
         self._places = torch.from_numpy(places).to(device)
 
+    def pad(self, out: Tensor) -> Tensor:
+        """Logits (m, n_out) as (m, k, a)."""
+        if self._even:
+            return out.view(len(out), self.parts, self.most)
+        return torch.nn.functional.pad(out, (0, 1), value=-1e9)[:, self._places]
+
     def log_probs(self, out: Tensor) -> Tensor:
         """(m, k, a)."""
-        if self._even:
-            padded = out.view(len(out), self.parts, self.most)
-        else:
-            padded = torch.nn.functional.pad(out, (0, 1), value=-1e9)[:, self._places]
-        return torch.log_softmax(padded, 2)
+        return torch.log_softmax(self.pad(out), 2)
 
     def sample(self, out: Tensor, log_std: Tensor | None, generator: torch.Generator) -> Tensor:
-        log_p = self.log_probs(out)
-        noise = torch.empty_like(log_p).exponential_(generator=generator)
-        return (log_p - noise.log()).argmax(2)
+        # The largest logit less the logarithm of exponential noise: what all logits have in common does not count.
+        logits = self.pad(out)
+        noise = torch.empty_like(logits).exponential_(generator=generator)
+        return logits.sub(noise.log_()).argmax(2)
 
     def best(self, out: Tensor) -> Tensor:
-        return self.log_probs(out).argmax(2)
+        return self.pad(out).argmax(2)
 
     def measure(self, out: Tensor, log_std: Tensor | None, raw: Tensor) -> tuple[Tensor, Tensor]:
         """Log probability of each row's action, and the entropy, both (m,)."""

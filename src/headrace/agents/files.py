@@ -19,6 +19,7 @@ from headrace.errors import ModelError, RunFolderError
 FORMAT = 2
 """2: the layer over the convolutions takes pixels one by one with their channels together, not channel by channel."""
 _SUMS = "normalization."
+_PARTS = ("env", "name", "env_options", "vectorization", "steps", "config", "observations", "actions")
 
 
 def write_agent(folder: str | Path, learner: Learner, about: dict[str, Any]) -> Path:
@@ -51,6 +52,9 @@ def read_about(folder: str | Path) -> dict[str, Any]:
         raise RunFolderError(
             f"{path} is not an agent in format {FORMAT}; use the version of Headrace that wrote it"
         )
+    missing = [part for part in _PARTS if part not in about]
+    if missing:
+        raise RunFolderError(f"{path} is damaged ({', '.join(missing)} missing); restore it")
     return about
 
 

@@ -75,6 +75,7 @@ _CONVOLUTIONS = {
     "nature": (((32, 8, 4), (64, 4, 2), (64, 3, 1)), 512),  # Mnih et al. 2015
     "small": (((16, 8, 4), (32, 4, 2)), 256),  # Mnih et al. 2016, the network of A3C
 }
+_BLOCK = 4  # pixels a side
 
 
 class Unroll(nn.Module):
@@ -82,6 +83,39 @@ class Unroll(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x.permute(0, 2, 3, 1).flatten(1)
+
+
+def fold_filters(weight: Tensor, f: int) -> Tensor:
+    """Filters (o, c, k, k) as (o, c·f·f, k/f, k/f)."""
+    o, c, h, w = weight.shape
+    blocks = weight.reshape(o, c, h // f, f, w // f, f).permute(0, 1, 3, 5, 2, 4)
+    return blocks.reshape(o, c * f * f, h // f, w // f).contiguous(memory_format=torch.channels_last)
+
+
+def unfold_filters(weight: Tensor, f: int) -> Tensor:
+    """The inverse of `fold_filters`."""
+    o, c, h, w = weight.shape
+    blocks = weight.reshape(o, c // f // f, f, f, h, w).permute(0, 1, 4, 2, 5, 3)
+    return blocks.reshape(o, c // f // f, h * f, w * f)
+
+
+def fold_pixels(images: Tensor, f: int, dtype: torch.dtype) -> Tensor:
+    """Images (n, c, h, w) as (n, c·f·f, h/f, w/f) in ``dtype``, channels last in memory."""
+    n, c, h, w = images.shape
+    blocks = images.reshape(n, c, h // f, f, w // f, f).permute(0, 2, 4, 1, 3, 5)
+    # One pass: the conversion moves and converts at once.
+    rows = blocks.to(dtype, memory_format=torch.contiguous_format)
+    return rows.reshape(n, h // f, w // f, c * f * f).permute(0, 3, 1, 2)
+
+
+def fold_of(first: nn.Conv2d, leaf: Leaf, shape: tuple[int, ...]) -> int:
+    """How many pixels a side become channels before the first layer; 1 where sizes or the layout do not allow it.
+
+    Filters of 8 x 8 pixels that move 4 at a time are, with each block of 4 x 4 pixels laid into the channels,
+    filters of 2 x 2 with 16 times the channels: the same sum, in a shape for which there are fast kernels.
+    """
+    fits = first.stride == (_BLOCK, _BLOCK) and all(s % _BLOCK == 0 for s in (*first.kernel_size, *shape[1:]))
+    return _BLOCK if fits and not leaf.channels_last and leaf.dtype == "uint8" else 1
 
 
 class ImageEncoder(nn.Module):
@@ -100,6 +134,10 @@ class ImageEncoder(nn.Module):
             channels = out
         self.layers = nn.Sequential(*layers, Unroll())
         self.shape = shape
+        first: Any = self.layers[0]
+        self.fold = fold_of(first, leaf, shape)
+        self.fused = False
+        """Whether Triton's kernels take the place of torch's convolutions."""
         with torch.no_grad():
             try:
                 self.width = self.layers(torch.zeros(1, *shape)).shape[1]
@@ -109,16 +147,40 @@ class ImageEncoder(nn.Module):
                 ) from error
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.channels_last:
-            x = x.permute(0, 3, 1, 2)
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float32
-        x = x.to(dtype, memory_format=torch.channels_last)
         # One pass over the pixels: the scale goes into the few filters instead (0 to 255 are exact in bfloat16).
         first: Any = self.layers[0]
-        x = nn.functional.conv2d(x, first.weight * self.scale, first.bias, first.stride)
+        weight, stride = first.weight * self.scale, first.stride[0] // self.fold
+        if self.fold > 1:
+            x, weight = fold_pixels(x, self.fold, dtype), fold_filters(weight, self.fold)
+        else:
+            x = x.permute(0, 3, 1, 2) if self.channels_last else x
+            x = x.to(dtype, memory_format=torch.channels_last)
+        if self.fused:
+            return self._in_rows(x.permute(0, 2, 3, 1), weight)
+        x = nn.functional.conv2d(x, weight, first.bias, stride)
         features: Tensor = self.layers[1:](x)
         return features
+
+    def _in_rows(self, x: Tensor, first_weight: Tensor) -> Tensor:
+        from headrace.agents.convolutions import convolve
+
+        for i, layer in enumerate(self._convolutions()):
+            weight = layer.weight if i else first_weight
+            stride = layer.stride[0] if i else layer.stride[0] // self.fold
+            x = convolve(x, weight.permute(0, 2, 3, 1).to(x.dtype), layer.bias, stride)
+        return x.flatten(1)
+
+    def _convolutions(self) -> list[Any]:
+        return [layer for layer in self.layers if isinstance(layer, nn.Conv2d)]
+
+    def can_fuse(self) -> bool:
+        """Whether the kernels of `convolutions` serve every layer, as they are after folding."""
+        layers, f = self._convolutions(), self.fold
+        channels = [self.shape[0] * f * f, *(layer.out_channels for layer in layers)]
+        strided = all(layer.kernel_size[0] % layer.stride[0] == 0 for layer in layers[1:])
+        return strided and {*channels} <= {16, 32, 64, 128}
 
 
 class FeatureNet(nn.Module):
@@ -253,6 +315,13 @@ class OwnNet(nn.Module):
 
 def _shape_of(value: Any) -> str:
     return str(tuple(value.shape)) if isinstance(value, Tensor) else type(value).__name__
+
+
+def fuse(network: nn.Module, wanted: bool) -> None:
+    """Let images go through the kernels of `convolutions` from now on, where those serve, or through torch's."""
+    for module in network.modules():
+        if isinstance(module, ImageEncoder):
+            module.fused = wanted and module.can_fuse()
 
 
 def make_network(

@@ -6,12 +6,18 @@ parameters' device, so that a captured graph sees its changes, and clipping neve
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-Step = Callable[[], None]
+
+def flatten(p: Tensor) -> Tensor:
+    """A parameter as it lies in ``theta``: filters of convolutions with their channels last.
+
+    On a CPU that makes the backward pass a third faster.
+    """
+    return (p.permute(0, 2, 3, 1) if p.dim() == 4 else p).reshape(-1)
 
 
 class FlatOptimizer:
@@ -28,36 +34,55 @@ class FlatOptimizer:
         self.minus_lr = torch.zeros((), dtype=theta.dtype, device=theta.device)
         self.state: dict[str, Tensor] = {}
         self._own: torch.optim.Optimizer | None = None
+        self._in_one_pass = False
+        self._steps = {"rmsprop": self._rmsprop, "adam": self._adam, "sgd": self._sgd}
         if callable(kind):
             parameter = torch.nn.Parameter(theta)
             parameter.grad = grad
             self._own = kind([parameter])
-            self._step: Step = self._step_own
         else:
-            one_pass = theta.device.type == "cpu" and kind != "sgd"
-            self._step = self._fused if one_pass else {
-                "rmsprop": self._rmsprop, "adam": self._adam, "sgd": self._sgd
-            }[kind]  # fmt: skip
+            self._in_one_pass = theta.device.type == "cpu" and kind != "sgd"
             names = {"rmsprop": ("squares",), "adam": ("means", "squares"), "sgd": ()}[kind]
             self.state = {name: torch.zeros_like(theta) for name in names}
-            self._scratch = torch.zeros_like(theta)
+            if self._in_one_pass:
+                self._scratch = torch.zeros_like(theta)
         if kind == "adam":
             self.state["count"] = torch.zeros((), dtype=torch.float32, device=theta.device)
-        self._kind = kind
+        self._kind = kind if isinstance(kind, str) else "own"
         # RMSprop is Adam without a memory of the gradient, long after its start.
         self._long_after = torch.full((), 1e9)
+
+    @property
+    def own(self) -> bool:
+        """Whether it is a user's own."""
+        return self._own is not None
 
     def step(self, lr: float | None = None) -> None:
         """Clip the gradient and take one step; ``lr=None`` keeps the rate that `minus_lr` holds."""
         if lr is not None:
             self.minus_lr.fill_(-lr)
-        if self._step == self._fused:
+        if self._in_one_pass:
             self._fused()
-            return
-        if self.max_norm > 0:
-            norm = torch.linalg.vector_norm(self.grad)
-            self.grad.mul_((self.max_norm / norm.add_(1e-6)).clamp_(max=1.0))
-        self._step()
+        elif self._own is not None:
+            self.grad.copy_(self._clipped(self.grad))
+            self._step_own()
+        else:
+            self._steps[self._kind](self._clipped(self.grad))
+
+    def step_with(self, grads: Sequence[Tensor]) -> None:
+        """The same with gradients of the single tensors, in the order in which ``theta`` holds them."""
+        if self._in_one_pass or self._own is not None:
+            torch.cat([flatten(grad) for grad in grads], out=self.grad)
+            self.step()
+        else:
+            self._steps[self._kind](self._clipped(torch.cat([flatten(grad) for grad in grads])))
+
+    def _clipped(self, grad: Tensor) -> Tensor:
+        if self.max_norm <= 0:
+            return grad
+        norm = torch.linalg.vector_norm(grad)
+        clipped: Tensor = grad * (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
+        return clipped
 
     def _fused(self) -> None:
         """Clipping and the step in one pass over memory by torch's own kernel for cores."""
@@ -74,30 +99,22 @@ class FlatOptimizer:
             beta1=keep, beta2=betas, weight_decay=0.0, eps=1e-5, amsgrad=False, maximize=False, grad_scale=scale,
         )  # fmt: skip
 
-    def _sgd(self) -> None:
-        self.theta.addcmul_(self.grad, self.minus_lr)
+    def _sgd(self, grad: Tensor) -> None:
+        self.theta.addcmul_(grad, self.minus_lr)
 
-    def _rmsprop(self) -> None:
+    def _rmsprop(self, grad: Tensor) -> None:
         # eps inside stable-baselines3's default is 1e-5; a smaller one lets the first steps explode.
-        squares, scratch = self.state["squares"], self._scratch
-        squares.mul_(0.99).addcmul_(self.grad, self.grad, value=0.01)
-        torch.sqrt(squares, out=scratch)
-        torch.div(self.grad, scratch.add_(1e-5), out=scratch)
-        self.theta.addcmul_(scratch, self.minus_lr)
+        squares = self.state["squares"]
+        squares.mul_(0.99).addcmul_(grad, grad, value=0.01)
+        self.theta.addcmul_(grad / (squares.sqrt() + 1e-5), self.minus_lr)
 
-    def _adam(self) -> None:
-        means, squares, count, scratch = (
-            self.state["means"],
-            self.state["squares"],
-            self.state["count"],
-            self._scratch,
-        )
+    def _adam(self, grad: Tensor) -> None:
+        means, squares, count = self.state["means"], self.state["squares"], self.state["count"]
         count += 1
-        means.lerp_(self.grad, 0.1)
-        squares.mul_(0.999).addcmul_(self.grad, self.grad, value=0.001)
-        torch.sqrt(squares / (1 - 0.999**count), out=scratch)
-        torch.div(means / (1 - 0.9**count), scratch.add_(1e-5), out=scratch)
-        self.theta.addcmul_(scratch, self.minus_lr)
+        means.lerp_(grad, 0.1)
+        squares.mul_(0.999).addcmul_(grad, grad, value=0.001)
+        size = (squares / (1 - 0.999**count)).sqrt() + 1e-5
+        self.theta.addcmul_(means / (1 - 0.9**count) / size, self.minus_lr)
 
     def _step_own(self) -> None:
         assert self._own is not None

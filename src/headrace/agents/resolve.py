@@ -19,6 +19,7 @@ DEFAULTS: dict[str, Any] = {
     "mode": "auto",
     "workers": "auto",
     "device": "auto",
+    "compiled": "auto",
 }
 """Options that may be "auto", and are unless they are given."""
 
@@ -76,6 +77,15 @@ def resolve(
         decide("device", "cuda", "a CUDA device is there and the network is large enough to use it")
     else:
         decide("device", "cpu", "small networks act faster on the CPU" if cuda else "no CUDA device")
+    if str(chosen["device"]).startswith("cuda"):
+        decide(
+            "compiled",
+            "graph",
+            "an update is one launch; compiled=True fuses it first: 5 to 17 s once, for 0.1 to 0.2 ms "
+            "less an update, which pays after some 100,000 of them",
+        )
+    else:
+        decide("compiled", False, "on cores torch.compile gains nothing that its start would be worth")
     return Config.from_dict(chosen), plan
 
 

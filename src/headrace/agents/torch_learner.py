@@ -21,7 +21,7 @@ from headrace.agents.distributions import make_torch_head
 from headrace.agents.driver import Driver
 from headrace.agents.moments import RunningMoments
 from headrace.agents.networks import FLAT, LstmNet, make_network
-from headrace.agents.optimizers import FlatOptimizer
+from headrace.agents.optimizers import FlatOptimizer, flatten
 from headrace.agents.rollout import Batch, Player
 from headrace.agents.spaces import Actions, Observations
 
@@ -73,6 +73,8 @@ class TorchLearner:
         )
         self._recurrent = isinstance(network, LstmNet)
         self._state, self._first_state = self._start_state(self.n), self._start_state(self.n)
+        self.way: tuple[str, str] | None = None
+        """How an update runs and why, where that was not simply as asked; known after the first one."""
         self._step = make_step(self)
 
     def _start_state(self, n: int) -> Any:
@@ -298,12 +300,9 @@ class TorchPlayer:
 
 
 def _flatten(network: nn.Module) -> tuple[Tensor, Tensor]:
-    """Move all parameters into one tensor, and their gradients into another.
-
-    Filters of convolutions lie there with their channels last: on a CPU that makes the backward pass a third faster.
-    """
+    """Move all parameters into one tensor, and their gradients into another."""
     parameters = [p for p in network.parameters() if p.requires_grad]
-    theta = torch.cat([_channels_last(p.detach()).reshape(-1) for p in parameters])
+    theta = torch.cat([flatten(p.detach()) for p in parameters])
     grad = torch.zeros_like(theta)
     start = 0
     for p in parameters:
@@ -311,10 +310,6 @@ def _flatten(network: nn.Module) -> tuple[Tensor, Tensor]:
         p.data, p.grad = (_like(flat[start:stop], p) for flat in (theta, grad))
         start = stop
     return theta, grad
-
-
-def _channels_last(p: Tensor) -> Tensor:
-    return p.permute(0, 2, 3, 1) if p.dim() == 4 else p
 
 
 def _like(flat: Tensor, p: Tensor) -> Tensor:

@@ -44,16 +44,65 @@ def connected(options: ClusterOptions, *, store_bytes: int = STORE_BYTES) -> Ite
         with _token(ray), _own(ray, options.workers * options.cores, store_bytes):
             yield ray
         return
+    deadline_s = time.monotonic() + options.connect_s
     reach(options.address, options.connect_s)
     try:
-        # Code that the driver sees must be seen by the workers too: modules beside the script, for instance.
-        ray.init(address=options.address, log_to_driver=False, configure_logging=False)
+        _join(ray, options.address, deadline_s)
     except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
         raise _unreachable(options.address, str(error).strip().split("\n")[0]) from error
     try:
         yield ray
     finally:
         ray.shutdown()
+
+
+def _join(ray: Any, address: str, deadline_s: float) -> None:
+    """Become a driver of the cluster at ``address``.
+
+    Through ``ray://`` Ray runs the driver's part on the head. Otherwise a driver needs a Ray node on its own machine,
+    whose shared memory it uses. Ray finds that node in the table of processes; containers or network namespaces that
+    share one table share their nodes in it, and Ray then takes the head's address for the driver's. Workers would ask
+    there for the driver's objects and wait for ever, so the address is looked at and given.
+    """
+    settings: dict[str, Any] = {"address": address, "log_to_driver": False, "configure_logging": False}
+    if address.startswith("ray://"):
+        ray.init(**settings)
+        return
+    _want_a_node_here(address, deadline_s)
+    ray.init(**settings)
+    ours = sorted(
+        {n["NodeManagerAddress"] for n in ray.nodes() if n["Alive"] and is_ours(n["NodeManagerAddress"])}
+    )
+    if ours and ray.util.get_node_ip_address() not in ours:
+        ray.shutdown()
+        ray.init(**settings, _node_ip_address=ours[0])
+
+
+def _want_a_node_here(address: str, deadline_s: float) -> None:
+    """Say that there is no node on this machine, where Ray alone would wait for a minute and not say what for."""
+    try:
+        from ray._private.services import find_node_ids
+    except ImportError:  # an inner function of Ray; without it Ray's own message has to do
+        return
+    while not find_node_ids():
+        if time.monotonic() > deadline_s:
+            raise DeviceError(
+                f"cluster={address!r} answers, but no Ray node runs on this machine, and a driver needs one beside it. "
+                f"Start one here (ray start --address={address}), run the script on a machine of the cluster, or go "
+                "through the head with cluster='ray://HEAD:10001', whose port must be open from here"
+            )
+        time.sleep(0.5)
+
+
+def is_ours(host: str) -> bool:
+    """Whether an address is one of this machine's: only those can be bound to."""
+    try:
+        family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind((host, 0))
+    except OSError:
+        return False
+    return True
 
 
 @contextlib.contextmanager

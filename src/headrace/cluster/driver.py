@@ -154,11 +154,15 @@ class _Driver:
         )
         self.shards = [self.ray.remote(num_cpus=0)(ShardActor).remote() for _ in self.bounds]
         actor = self.ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(MasterActor)
-        here = self.ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
-            self.ray.get_runtime_context().get_node_id(), soft=True
-        )  # beside the driver, whose disk has the checkpoints
-        self.master = actor.options(scheduling_strategy=here, max_concurrency=1000).remote(spec, self.shards)
+        self.master = actor.options(scheduling_strategy=self._here(), max_concurrency=1000).remote(
+            spec, self.shards
+        )
         self.ray.get(self.master.begin.remote(as_array(self.values)))
+
+    def _here(self) -> Any:
+        """Beside the driver, whose disk has the checkpoints."""
+        node = self.ray.get_runtime_context().get_node_id()
+        return self.ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=True)
 
     def _name_workers(self) -> None:
         """One worker for each shard. A run that is resumed keeps its shards, and its workers' lives go on."""
@@ -224,7 +228,9 @@ class _Driver:
             if self.orders is not None:
                 self.ray.kill(self.orders, no_restart=True)
             actor = self.ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(OrderActor)
-            self.orders = actor.remote(job.rows, job.world_size, job.seed)
+            self.orders = actor.options(scheduling_strategy=self._here()).remote(
+                job.rows, job.world_size, job.seed, str(Path(self.folder) / "orders")
+            )
             job = replace(job, orders=RayOrders(self.orders))
         self.job_ref = self.ray.put(job)
 

@@ -94,7 +94,7 @@ class Lane:
         task = TorchTask(module, loss, prepare, bf16=options.precision == "bf16")
         optimizer = make_optimizer(options, module, device=device)
         sparse = any(column.sparse for column in source.columns)
-        chain, why = why_no_chain(task, options, sparse=sparse, watched=order is not None)
+        chain, why = why_no_chain(task, options, sparse=sparse, order=order)
         ways = [Decision(name="capture", value="eager", reason="the plain way")]
         if chain is not None and options.capture in ("auto", "chain"):
             ways.insert(0, Decision(name="capture", value="chain", reason="a chain of layers"))

@@ -96,6 +96,8 @@ class StepParts:
     why_no_chain: str
     listener: Listener | None = None
     """A learned order, whose signs are captured with the step."""
+    watch: Callable[[], None] = lambda: None
+    """Lets that order see the batches of a stepper that uses autograd."""
     plain_convolutions: bool = False
     """Eager steps use torch's own convolutions instead of oneDNN's."""
 
@@ -123,6 +125,7 @@ def _with(decision: Decision, more: str) -> Decision:
 
 
 def _graph(parts: StepParts, *, compiled: bool, on_choice: OnChoice) -> Stepper:
+    parts.watch()
     return GraphStepper(
         parts.task,
         parts.optimizer,
@@ -152,10 +155,12 @@ def _candidate(decision: Decision, parts: StepParts) -> Candidate:
             parts.task, chain, parts.optimizer, fused=fused, clip=parts.clip
         )
         return Candidate("chain", f"{decision.reason}; {more}", make)
-    if decision.value == "compile":
-        return Candidate(
-            "compile", decision.reason, lambda: CompiledStepper(parts.task, parts.optimizer, **common)
-        )
-    if parts.plain_convolutions:
+    if parts.plain_convolutions and decision.value != "compile":
         common["convolutions"] = plain_convolutions
-    return Candidate("eager", decision.reason, lambda: EagerStepper(parts.task, parts.optimizer, **common))
+
+    def autograd() -> Stepper:
+        parts.watch()
+        kind = CompiledStepper if decision.value == "compile" else EagerStepper
+        return kind(parts.task, parts.optimizer, **common)
+
+    return Candidate(decision.value, decision.reason, autograd)

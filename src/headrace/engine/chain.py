@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,16 @@ from headrace.engine.chain_ops import Dropout, Elementwise, Linear, NotAChainErr
 from headrace.engine.chain_steps import Steps
 from headrace.engine.products import products_for
 from headrace.errors import DataError, ModelError
+
+
+class Listens(Protocol):
+    """Who learns from a chain's steps, as a balanced order does."""
+
+    def begin(self, indices: Tensor) -> None: ...
+
+    def take(self, weight: str, delta_ob: Tensor, input_bi: Tensor) -> None: ...
+
+    def end(self, scale: float) -> None: ...
 
 
 class _Rows:
@@ -104,6 +114,8 @@ class Chain:
         self._captured: list[_Workspaces] = []
         self._small: ModuleType | None = None
         self._compiled = False
+        self.listener: Listens | None = None
+        """Told every layer's input and its output's derivative; compiled steps and loops keep these to themselves."""
         self.steps: Steps | None = None
         """Compiled steps, after `fuse`, where they fit."""
         self.parameters: dict[str, Tensor] = {}
@@ -202,21 +214,26 @@ class Chain:
 
     def step(self, x: Tensor, y: Tensor, lr: float, weight_decay: float = 0.0) -> Tensor:
         """One step of plain SGD on one batch, in place; returns the mean loss before it (0-dim tensor)."""
-        if self.steps is not None and self.steps.takes(x, y):
+        if self.steps is not None and self.listener is None and self.steps.takes(x, y):
             loss = self.steps.step(x, y, lr, 1.0 - lr * weight_decay)
             if loss is not None:
                 return loss
         x_bd, rows = self._prepare(x)
-        if self._small is not None and len(x_bd) <= self._small.ROWS and not weight_decay:
+        small = self._small is not None and self.listener is None and not weight_decay
+        if small and len(x_bd) <= self._small.ROWS:  # type: ignore[union-attr]
             return self._step_small(x_bd, y, rows, lr)
         z_bc = self._forward(x_bd, rows)
         loss = self._loss.derive(z_bc, y, rows.deltas[-1])
         keep, alpha = 1.0 - lr * weight_decay, -lr * self._loss.scale(z_bc)
         for op, delta_cb, taken in self._backward(x_bd, rows):
+            if self.listener is not None:
+                self.listener.take(op.weight, delta_cb, taken)
             if self._trains[op.weight]:
                 self.products.update(self.parameters[op.weight], delta_cb, taken, keep, alpha)
             if op.bias is not None and self._trains[op.bias]:
                 self.parameters[op.bias].addmv_(delta_cb, rows.ones, beta=keep, alpha=alpha)
+        if self.listener is not None:
+            self.listener.end(self._loss.scale(z_bc))
         return loss
 
     def gradient(self, x: Tensor, y: Tensor, grads: Mapping[str, Tensor]) -> Tensor:
@@ -226,11 +243,15 @@ class Chain:
         loss = self._loss.derive(z_bc, y, rows.deltas[-1])
         alpha = self._loss.scale(z_bc)
         for op, delta_cb, taken in self._backward(x_bd, rows):
+            if self.listener is not None:
+                self.listener.take(op.weight, delta_cb, taken)
             if self._trains[op.weight]:
                 self.products.gradient(grads[op.weight], delta_cb, taken, alpha)
             if op.bias is not None and self._trains[op.bias]:
                 into = grads[op.bias]
                 torch.addmv(into, delta_cb, rows.ones, beta=0, alpha=alpha, out=into)
+        if self.listener is not None:
+            self.listener.end(alpha)
         return loss
 
     def _prepare(self, x: Tensor) -> tuple[Tensor, _Rows]:

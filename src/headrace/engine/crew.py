@@ -138,11 +138,13 @@ class Crew:
     state: State | None = None
     verdict: Verdict | None = None
     """Of the trial that chose the workers, when nobody named them: it is made again when the throughput shifts."""
+    columns: dict[str, Tensor] | None = None
+    """What workers take, once it was loaded: the trial's are the run's."""
 
     def run(self, progress: Progress) -> tuple[HogbatchResult, str, GracefulStop]:
         """Train; returns the result, why it ended, and the signal that asked for it, if any."""
         check_fits(self.options, self.task, self.source)
-        columns = worker_columns(self.task, self.source)
+        columns = self._loaded()
         options = self.hogbatch_options()
         resume = None
         if self.state is not None:
@@ -189,8 +191,12 @@ class Crew:
 
     def choose(self, cores: int, devices: int, seconds: float) -> Verdict:
         """A trial of this run's workers against one device."""
-        columns = worker_columns(self.task, self.source)
-        return choose(self.task, columns, self.hogbatch_options(), cores, devices, seconds)
+        return choose(self.task, self._loaded(), self.hogbatch_options(), cores, devices, seconds)
+
+    def _loaded(self) -> dict[str, Tensor]:
+        if self.columns is None:
+            self.columns = worker_columns(self.task, self.source)
+        return self.columns
 
     def _order(self, epoch: int) -> Tensor:
         """The same permutation that the loader would make for this epoch."""

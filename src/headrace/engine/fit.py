@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from torch import nn
+from torch import Tensor, nn
 
 from headrace.engine.auto_workers import expected_s, why_single, why_single_here, workers_of
 from headrace.engine.capture import StepParts, choose_stepper
@@ -86,6 +86,10 @@ class _Fitting:
     plan: Plan = field(default_factory=Plan)
     _open: Records | None = None
     _verdict: Verdict | None = None
+    _watched: Any = None
+    """The learned order that this run let watch the model."""
+    _columns: dict[str, Tensor] | None = None
+    """What the trial of workers loaded, on its way to the run."""
 
     def run(self) -> Run:
         options, state, folder = self.options, None, None
@@ -109,6 +113,8 @@ class _Fitting:
                 return self._on_workers(basis, crew, records, state)
             finally:
                 records.close()
+                if self._watched is not None:  # what was hooked into the model goes
+                    self._watched.unwatch()
 
     def _workers(self, state: State | None) -> tuple[dict[str, Any] | None, Basis | None]:
         """The workers, or None for one device; with ``"auto"`` what was made to find out, if it can be used."""
@@ -135,6 +141,7 @@ class _Fitting:
             crew = self._crew(basis, {"cpu": 1}, Records(None), None)
             with torch.random.fork_rng(devices=list(range(devices))):
                 self._verdict = crew.choose(cores, devices, seconds)
+            self._columns = crew.columns if self._verdict.options.workers > 1 else None
             why = f"{self._verdict.reason}; the trial took {self._verdict.seconds:.1f} s"
             if self._verdict.options.workers > 1:
                 chosen = workers_of(self._verdict.options)
@@ -160,7 +167,8 @@ class _Fitting:
         self, basis: Basis, workers: dict[str, Any], records: Records, state: State | None
     ) -> Run:
         crew = self._crew(basis, workers, records, state)
-        crew.verdict = self._verdict
+        crew.verdict, crew.columns = self._verdict, self._columns
+        self._columns = None  # the crew's alone from here on
         self.decide("device", "cpu", "the shared parameters are in host memory; CUDA workers keep a copy")
         if self.options.workers != "auto":
             self.decide("workers", workers, "asked for")
@@ -298,7 +306,7 @@ class _Fitting:
         )
 
     def _order(self, task: TorchTask, source: Source) -> Any:
-        """The learned order, watching the model, when one is asked for."""
+        """The learned order, when one is asked for; it watches the model once the stepper is chosen."""
         order = self.options.order
         if isinstance(order, str) and order != "balanced":
             return None
@@ -308,8 +316,7 @@ class _Fitting:
             order = BalancedOrder(len(source), seed=self.options.seed, device=task.device)
         if not isinstance(order, BalancedOrder):
             return None
-        order.watch(task.module)
-        self.decide("order", order.kind, "gradients are balanced: signs come from hooks in the backward pass")
+        self.decide("order", order.kind, "gradients are balanced: signs come from the backward pass")
         return order
 
     def _stepper(
@@ -324,7 +331,7 @@ class _Fitting:
         }
         self.decide("optimizer", describe_object(type(optimizer)).strip("<>"), f"with {settings}")
         sparse = any(column.sparse for column in source.columns)
-        chain, why = why_no_chain(task, options, sparse=sparse, watched=order is not None)
+        chain, why = why_no_chain(task, options, sparse=sparse, order=order)
         workload = describe(
             task, source, basis.few, options, optimizer, updates=steps, chain=chain is not None
         )
@@ -350,11 +357,17 @@ class _Fitting:
             longest_order=len(source),
             before_batch=order.begin_batch if order is not None else None,
             listener=order,
+            watch=lambda: self._watch(order, task),
             chain=chain,
             why_no_chain=why,
             plain_convolutions=convolutions.value == "plain",
         )
         return optimizer, choose_stepper(capture_ladder(hardware, workload), parts, self._late)
+
+    def _watch(self, order: Any, task: TorchTask) -> None:
+        if order is not None and not order.watching:
+            order.watch(task.forward)
+            self._watched = order
 
     def _threads(self, device: torch.device) -> ThreadTrial:
         cores = usable_cores() if device.type == "cpu" else 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -10,6 +12,7 @@ from headrace.engine.chain import Chain
 from headrace.engine.options import FitOptions
 from headrace.engine.residence import row_bytes
 from headrace.engine.task import TorchTask
+from headrace.order.balanced import BalancedOrder
 from headrace.plan import Workload
 from headrace.types import Columns, Source
 
@@ -64,13 +67,11 @@ def _flops_per_row(task: TorchTask, few: Columns) -> float:
 
 
 def why_no_chain(
-    task: TorchTask, options: FitOptions, *, sparse: bool, watched: bool
+    task: TorchTask, options: FitOptions, *, sparse: bool, order: Any
 ) -> tuple[Chain | None, str]:
     """The module as a chain of layers that is stepped by hand, or why it is none."""
     if task.device.type != "cpu":
         return None, "the model is not on the cores"
-    if watched:
-        return None, "the order watches each batch through hooks"
     if options.accumulate > 1:
         return None, "gradients are accumulated over several batches"
     if task.bf16:
@@ -79,4 +80,9 @@ def why_no_chain(
         return None, "the input is sparse or not a single column"
     if not all(p.requires_grad for p in task.module.parameters()):
         return None, "some parameters are frozen"
-    return Chain.of(task.module, task.loss_of)
+    chain, why = Chain.of(task.module, task.loss_of)
+    if chain is not None and order is not None:
+        chain.listener = order.by_hand(task.module) if isinstance(order, BalancedOrder) else None
+        if chain.listener is None:
+            return None, "the order watches each batch through hooks"
+    return chain, why

@@ -30,7 +30,7 @@ class Orders(Protocol):
 
     def observe(self, worker: int, indices: Tensor, vectors_bk: Tensor) -> None: ...
 
-    def next_epoch(self, worker: int) -> Tensor: ...
+    def next_epoch(self, worker: int, own: Tensor | None = None) -> Tensor: ...
 
     def go_on(self, worker: int, order: Tensor) -> None: ...
 
@@ -88,7 +88,7 @@ class ServedOrder:
 
     def epoch(self) -> Iterator[Tensor]:
         self.learner.settle()
-        self.own = self.service.next_epoch(self.rank)
+        self.own = self.service.next_epoch(self.rank, self.own)
         return iter((self.whole(),))
 
     def whole(self) -> Tensor:

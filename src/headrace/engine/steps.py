@@ -225,5 +225,8 @@ class ChainStepper:
     def batches(self, stretch: Stretch) -> Iterator[tuple[Tensor, Tensor]]:
         for begin in range(stretch.start, stretch.stop, stretch.batch_size):
             index = stretch.buffer.order[begin : min(begin + stretch.batch_size, stretch.stop)]
+            if self.chain.listener is not None:
+                ids = stretch.buffer.row_ids
+                self.chain.listener.begin(index if ids is None else ids[index])
             inputs, target = self.task.prepare(gather(stretch.buffer.columns, index))
             yield inputs[0], target

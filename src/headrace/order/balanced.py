@@ -37,6 +37,7 @@ from torch import Tensor, nn
 
 from headrace.errors import DataError, OptionError, UsageError, unknown
 from headrace.order.balance import reorder, reorder_tree
+from headrace.order.by_hand import ByHand
 from headrace.order.coordinated import Exchange
 from headrace.order.drift import fails_to_fall
 from headrace.order.learner import Learner
@@ -125,6 +126,16 @@ class BalancedOrder:
         """Learn from this model's backward passes. ``scaler``: the AMP GradScaler, whose scale is undone."""
         if self.learner is not None and self.kind_in_force == self.kind:
             self.learner.watch(model, scaler=scaler, batch_dim=batch_dim)
+
+    def by_hand(self, model: nn.Module) -> ByHand | None:
+        """Learn from steps that need no hooks; None where this order does not or cannot learn so."""
+        learner = self.learner
+        if learner is None or self.kind_in_force != self.kind or self.watching:
+            return None
+        if learner.options.signal != "sketch" or self.workers > 1 or self.group > 1:
+            return None
+        learner.know(model)
+        return ByHand(learner, model, lambda: self.kind_in_force == self.kind)
 
     def unwatch(self) -> None:
         if self.learner is not None:

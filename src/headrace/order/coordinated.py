@@ -155,9 +155,15 @@ class OrderService:
             self.signs[worker][indices[:even]] = both.to(torch.int8)
         self._waiting[worker] = (indices[even:], vectors_bk[even:]) if even < len(indices) else None
 
-    def next_epoch(self, worker: int) -> Tensor:
-        """The worker's next permutation of its rows; rows without a sign keep their rank."""
+    def next_epoch(self, worker: int, own: Tensor | None = None) -> Tensor:
+        """The worker's next permutation of its rows; rows without a sign keep their rank.
+
+        ``own`` is the permutation that the worker has in force. A service that came back with an earlier state goes on
+        from it.
+        """
         self._check(worker)
+        if own is not None:
+            self.go_on(worker, own)
         order = self.orders[worker]
         self.orders[worker] = reorder(order, self.signs[worker][order])
         self.signs[worker].zero_()
@@ -165,11 +171,18 @@ class OrderService:
         return self.orders[worker]
 
     def go_on(self, worker: int, order: Tensor) -> None:
-        """Take over the permutation that a worker was in the middle of; what was signed of it stays signed."""
+        """Take over the permutation that a worker was in the middle of.
+
+        What was signed of it stays signed; signs of another pass are dropped.
+        """
         self._check(worker)
+        if torch.equal(order, self.orders[worker]):
+            return
         if not torch.equal(order.sort().values, torch.arange(len(self.orders[worker]))):
             raise OptionError(f"worker {worker} goes on in an order that is no permutation of its rows")
         self.orders[worker] = order.clone()
+        self.signs[worker].zero_()
+        self._waiting[worker] = None
 
     def _check(self, worker: int) -> None:
         if not 0 <= worker < len(self.orders):

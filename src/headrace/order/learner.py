@@ -29,7 +29,7 @@ from headrace.order.drift import DriftMeter
 from headrace.order.herding import VectorStore
 from headrace.order.options import LearnerOptions
 from headrace.order.pieces import Dense, Factors, LongRows, Piece, project_inputs
-from headrace.order.reduction import sum_hint
+from headrace.order.reduction import warn_of_sum
 from headrace.order.sketch import Projection, Projections, SketchSum, join
 from headrace.order.watch import CollectLinear, Record, Watcher
 from headrace.types import State
@@ -91,15 +91,8 @@ class Learner:
                 "this sampler already watches a model; an order is learned from one model: make another sampler, "
                 "or put both models into one torch.nn.ModuleList"
             )
-        if not isinstance(model, nn.Module):
-            raise ModelError(f"watch() takes a torch.nn.Module, not {type(model).__name__}")
-        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        if not trained:
-            raise ModelError("the model has no parameter that is trained, so there is nothing to learn from")
-        self.projections.name(trained)
-        self.projections.know(model)
+        trained = self.know(model)
         self.scaler = scaler
-        self._lay_out(trained)
         self.watcher = Watcher(
             model,
             collect=self._collect,
@@ -108,11 +101,8 @@ class Learner:
             next_indices=self._next_indices,
             batch_dim=batch_dim,
             tap_layers=self.options.signal != "microbatch",
-            check_output=self._check_reduction
-            if self.options.reduction == "mean" and scaler is None
-            else None,
+            check_output=warn_of_sum if self.options.reduction == "mean" and scaler is None else None,
         )
-        self._build_early([p for _, p in trained])
         if self.options.signal == "microbatch":
             self._tap_gradients([p for _, p in trained])
         elif self.watcher.share() == 0.0:
@@ -122,6 +112,19 @@ class Learner:
             )
         if self.watcher.left_out or self.watcher.approximate:
             warnings.warn(f"order: {self.watcher.coverage()}", stacklevel=4)
+
+    def know(self, model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+        """Make ready for a model's gradients; returns its trained parameters."""
+        if not isinstance(model, nn.Module):
+            raise ModelError(f"watch() takes a torch.nn.Module, not {type(model).__name__}")
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        if not trained:
+            raise ModelError("the model has no parameter that is trained, so there is nothing to learn from")
+        self.projections.name(trained)
+        self.projections.know(model)
+        self._lay_out(trained)
+        self._build_early([p for _, p in trained])
+        return trained
 
     def unwatch(self) -> None:
         if self.watcher is not None:
@@ -222,14 +225,6 @@ class Learner:
         else:
             self._collect_chunk(indices, record.sketch, self._scale(batch))
 
-    def _check_reduction(self, delta: Tensor, batch: int) -> None:
-        if delta.device.type == "cpu" and sum_hint(delta, batch):
-            warnings.warn(
-                "order: the loss looks like a sum over the batch, not a mean; if it is, say reduction='sum', or a "
-                "short last batch weighs too little in the signs",
-                stacklevel=2,
-            )
-
     def _scale(self, batch: int) -> float | Tensor:
         """What undoes the mean over the batch and the loss scale of AMP."""
         scale = float(batch) if self.options.reduction == "mean" else 1.0
@@ -248,6 +243,11 @@ class Learner:
         whole = SketchSum(len(vectors_bk), self.projections)
         whole.summed = vectors_bk.T.clone()
         self._collect_chunk(indices, whole, 1.0)
+
+    def take_sketch(self, indices: Tensor, sketch: SketchSum, scale: float) -> None:
+        """Take in one batch whose derivatives, times ``scale``, are those of its loss."""
+        with torch.no_grad():
+            self._collect_chunk(indices, sketch, scale * self._scale(len(indices)))
 
     def _collect_chunk(self, indices: Tensor, sketch: SketchSum, scale: float | Tensor) -> None:
         """Sign a batch, or keep it until ``CHUNK`` rows are there.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 
 from torch import Tensor
 
@@ -18,3 +19,13 @@ def sum_hint(delta: Tensor, batch: int) -> bool:
     size = float(rows.abs().max())
     balanced = float(rows.sum(1).abs().max()) <= 1e-4 * max(size, 1e-30)
     return balanced and size <= 1.0 + 1e-6 and size > 1.5 / math.sqrt(batch)
+
+
+def warn_of_sum(delta: Tensor, batch: int) -> None:
+    """Look at the first output's gradient, on a CPU, where looking costs nothing."""
+    if delta.device.type == "cpu" and sum_hint(delta, batch):
+        warnings.warn(
+            "order: the loss looks like a sum over the batch, not a mean; if it is, say reduction='sum', or a "
+            "short last batch weighs too little in the signs",
+            stacklevel=2,
+        )

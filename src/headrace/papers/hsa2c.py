@@ -3,9 +3,10 @@
 The paper's third application of DPSGD. It gives no table that could be laid beside ours, so the page compares the three
 modes with one another and, where it is installed, with stable-baselines3's A2C, at equal frames and at equal time.
 
-Every configuration runs once per seed, seeds outermost, until the experiment's share of the time is used up; the page
-says how many were run. Times are those of this machine while the page was made: CPU-seconds are the fairer measure on
-one that others use too, and both are shown.
+Every configuration runs once per seed and gets an equal share of the experiment's time; the page says how many runs
+came so far that an episode had ended. Returns at equal frames and at equal time leave out those configurations that
+made less than a tenth of the longest run. Times are those of this machine while the page was made: CPU-seconds are the
+fairer measure on one that others use too, and both are shown.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ EXPERIMENTS = {
     ),
     "lunarlander": Experiment(
         env="LunarLander-v3", steps=400_000, share=0.2, told="High is good; 200 counts as solved.",
-        options={"gamma": 0.995, "normalize_rewards": True},
+        options={"gamma": 0.995, "normalize_rewards": True, "entropy_coef": 0.01, "lr": 8e-4},
     ),
     "pong": Experiment(
         env="ALE/Pong-v5", steps=1_000_000, share=0.2,
@@ -111,16 +112,13 @@ def run_experiment(experiment: Experiment, seeds: int, budget_s: float) -> dict[
     if importlib.util.find_spec("stable_baselines3") is not None:
         kinds[PEER] = _theirs(experiment)
     runs: dict[str, list[Rows]] = {name: [] for name in kinds}
-    # What one run may take if all are to get their turn; most end earlier, at their steps.
-    each_s = budget_s / (len(kinds) * seeds)
     deadline = time.monotonic() + budget_s
+    to_go = len(kinds) * seeds
     for seed in range(seeds):
         for name, learn in kinds.items():
-            left_s = deadline - time.monotonic()
-            if seed and left_s < each_s:
-                continue
-            # A run that ended early leaves its time to the slower ones: up to four shares.
-            rows = learn(seed, max(each_s, min(left_s, 4 * each_s)))
+            # An equal share of what is left: a run that ends at its steps leaves its time to those after it.
+            rows = learn(seed, max(deadline - time.monotonic(), 0.0) / to_go)
+            to_go -= 1
             if rows:
                 runs[name].append(rows)
     return runs
@@ -221,6 +219,12 @@ def band(name: str, runs: list[Rows], key: str) -> Series | None:
     return Series(name, places, values.mean(0), low=values.min(0), high=values.max(0))
 
 
+def common_end(runs: dict[str, list[Rows]], key: str) -> float:
+    """How far of ``key`` all runs came, but those that made less than a tenth of the longest."""
+    reached = [rows[-1][key] for several in runs.values() for rows in several]
+    return float(min(end for end in reached if end >= max(reached) / 10))
+
+
 def add_results(page: Page, experiment: Experiment, runs: dict[str, list[Rows]], seeds: int) -> None:
     """Curves over frames, time and CPU time, and a table at equal frames and at equal time."""
     if not any(runs.values()):
@@ -234,9 +238,7 @@ def add_results(page: Page, experiment: Experiment, runs: dict[str, list[Rows]],
             f"{experiment.env}: return over {label}", [s for s in series if s is not None], x_label=label,
             y_label="mean return of the last 100 episodes",
         )  # fmt: skip
-    ends = {
-        key: min(rows[-1][key] for several in runs.values() for rows in several) for key in ("step", "cpu_s")
-    }
+    ends = {key: common_end(runs, key) for key in ("step", "cpu_s")}
     table = []
     for name, several in runs.items():
         cells = [_cell([at(rows, key, np.array([end]))[0] for rows in several]) for key, end in ends.items()]
@@ -244,7 +246,7 @@ def add_results(page: Page, experiment: Experiment, runs: dict[str, list[Rows]],
         last = _cell([rows[-1]["return"] for rows in several])
         table.append([name, len(several), *cells, last, _cell(speed)])
     page.table(
-        ["configuration", "seeds", f"return at {ends['step']:,} steps", f"return at {ends['cpu_s']:.1f} CPU-seconds",
+        ["configuration", "seeds", f"return at {ends['step']:,.0f} steps", f"return at {ends['cpu_s']:.1f} CPU-seconds",
          "return at its end", "steps per CPU-second"],
         table,
         caption=f"Mean, least and greatest over the seeds that were run (of {seeds}). High is good everywhere.",

@@ -1,23 +1,26 @@
 """Plain array files: a folder of ``.npy`` columns, a single ``.npy``, ``.npz`` archives and safetensors.
 
 Columns of a folder are memory maps, so opening 200 GB costs nothing and rows are read when they are asked
-for. Nothing is ever unpickled.
+for. Nothing is ever unpickled. With on_error="skip" a file that is cut short gives the rows that are whole, and the
+other columns of its folder as many.
 """
 
 from __future__ import annotations
 
+import math
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from headrace.errors import DataError
 from headrace.source.arrays import ArraySource, from_mapping
 from headrace.source.columns import wrap
 from headrace.source.options import OpenOptions, choose
-from headrace.source.sparse import csr
+from headrace.source.sparse import csr, slice_rows
 
 CSR_PARTS = ("data", "indices", "indptr", "shape")
 
@@ -28,8 +31,20 @@ def open_npy_folder(folder: Path, options: OpenOptions) -> ArraySource:
     whole, bases = fold_csr(list(paths))
     roles = choose([*whole, *bases], options, f"the folder {folder}")
     names = [*roles.inputs, *([roles.target] if roles.target else [])]
-    values = {name: map_csr(paths, name) if name in bases else map_npy(paths[name]) for name in names}
-    return from_mapping(values, options, f"the folder {folder}", mapped=True)
+    skip, left_out = options.on_error == "skip", list[str]()
+    values = {
+        name: map_csr(paths, name) if name in bases else map_npy(paths[name], left_out if skip else None)
+        for name in names
+    }
+    if left_out:
+        rows = min(value.shape[0] for value in values.values())
+        values = {
+            name: slice_rows(value, range(rows)) if isinstance(value, Tensor) else value[:rows]
+            for name, value in values.items()
+        }
+    source = from_mapping(values, options, f"the folder {folder}", mapped=True)
+    source.left_out = tuple(left_out)
+    return source
 
 
 def map_csr(paths: Mapping[str, Path], base: str) -> Any:
@@ -51,16 +66,49 @@ def map_csr(paths: Mapping[str, Path], base: str) -> Any:
 
 def open_npy(path: Path, options: OpenOptions) -> ArraySource:
     """One ``.npy`` file: the input, without a target."""
-    return from_mapping({"x": map_npy(path)}, OpenOptions(classes=options.classes), str(path), mapped=True)
+    left_out: list[str] = []
+    values = map_npy(path, left_out if options.on_error == "skip" else None)
+    source = from_mapping({"x": values}, OpenOptions(classes=options.classes), str(path), mapped=True)
+    source.left_out = tuple(left_out)
+    return source
 
 
-def map_npy(path: Path) -> np.ndarray[Any, Any]:
-    """A memory map of one ``.npy`` file, after a look at whether the file is whole."""
+def map_npy(path: Path, left_out: list[str] | None = None) -> np.ndarray[Any, Any]:
+    """A memory map of one ``.npy`` file, after a look at whether the file is whole.
+
+    With ``left_out`` a file that is cut short gives its whole rows, and a sentence goes in there.
+    """
     try:
         array: np.ndarray[Any, Any] = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, OSError, EOFError) as error:
-        raise DataError(npy_message(path, error)) from error
+        message = npy_message(path, error)
+        whole = map_whole_rows(path) if left_out is not None and "cut short" in message else None
+        if left_out is None or whole is None:
+            raise DataError(message) from error
+        left_out.append(f"{message}; the {len(whole):,} rows that are whole are used")
+        return whole
     return array
+
+
+def map_whole_rows(path: Path) -> np.ndarray[Any, Any] | None:
+    """The rows that a ``.npy`` file still holds; None when there are none, or rows do not lie one after another."""
+    with path.open("rb") as file:
+        try:
+            version = np.lib.format.read_magic(file)
+            read = (
+                np.lib.format.read_array_header_1_0
+                if version == (1, 0)
+                else np.lib.format.read_array_header_2_0
+            )
+            shape, fortran, dtype = read(file)
+        except ValueError:
+            return None
+        start = file.tell()
+    row_bytes = dtype.itemsize * math.prod(shape[1:])
+    rows = (path.stat().st_size - start) // row_bytes if row_bytes else 0
+    if fortran or dtype.hasobject or not shape or rows < 1:
+        return None
+    return np.memmap(path, dtype, "r", start, (rows, *shape[1:]))
 
 
 def is_npy(path: Path) -> bool:
@@ -78,7 +126,7 @@ def npy_message(path: Path, error: Exception) -> str:
         return f"{path} holds pickled Python objects, which Headrace never loads; save it as numbers or text"
     if "mmap length is greater" in text or path.stat().st_size == 0:
         return (
-            f"{path} is cut short: {path.stat().st_size} bytes are fewer than its header announces; "
+            f"{path} is cut short: it ends at byte {path.stat().st_size}, before the rows that its header announces; "
             f"copy it again"
         )
     return f"{path} could not be read as a .npy file: {text}"

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from headrace.engine.chain import Chain
 from headrace.engine.hogbatch import HogbatchOptions, OptimiserSpec, run_hogbatch
+from headrace.engine.hogbatch.compiled import CompiledGrants
 from headrace.engine.hogbatch.merging import by_rule, choose, expected_s
 from headrace.engine.hogbatch.replica import Replica
 from headrace.engine.hogbatch.run import epoch_order
@@ -128,6 +129,20 @@ def test_compiled_grants_keep_the_board(merge_every: int, processes: bool) -> No
         assert worker.updates >= worker.rows // 8
         assert sum(worker.staleness.values()) >= worker.merges
         assert (worker.merges > 0) == (merge_every > 1 and worker.rows > 0)
+
+
+def test_rows_that_lie_column_by_column_are_taken_by_compiled_grants(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file may hold a matrix in either order; steps in Python would wait for each other's interpreter lock."""
+    grants, run = [], CompiledGrants.run
+    monkeypatch.setattr(CompiledGrants, "run", lambda *given: grants.append(run(*given)) or grants[-1])  # type: ignore[func-returns-value]
+    columns, ends = data(300, 6, 3, "cross_entropy", 0), []
+    for x in (columns["x"], columns["x"].t().contiguous().t()):
+        torch.manual_seed(0)
+        ends.append(nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3)))
+        options = HogbatchOptions(cpu=1, batch_size=20, epochs=2, algorithm="hogwild", compiled=True)
+        run_hogbatch(ends[-1], {"x": x, "y": columns["y"]}, F.cross_entropy, options)
+    assert sum(rows for rows, _ in grants) == 2 * 2 * 300
+    assert worst(*ends) == 0
 
 
 def test_a_label_out_of_range_is_torchs_error_and_changes_nothing() -> None:
