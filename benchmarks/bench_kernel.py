@@ -200,6 +200,7 @@ def bench_rate() -> None:
             device=torch.device("cpu"),
         )
         product = KernelProduct(operands, operands.right(torch.randn(n, d)))
+        single = KernelProduct(operands, product.right_pk, compiled=True)
         left, weights = operands.left(product.right_pk[:m]), torch.randn(n, c)
         a, b, out = torch.randn(m, d), torch.randn(n, d).T, torch.empty(m, n)
         a2, b2 = torch.randn(2048, 2048), torch.randn(2048, 2048)
@@ -207,18 +208,20 @@ def bench_rate() -> None:
             name: min(times)
             for name, times in interleaved(
                 {
-                    "ours": partial(product.multiply, left, weights),
+                    "blocks": partial(product.multiply, left, weights),
+                    "compiled": partial(single.multiply, left, weights),
                     "product": partial(torch.mm, a, b, out=out),
                     "square": partial(torch.mm, a2, b2),
                 }
             ).items()
         }
-        rate = 2 * m * n * (d + c) / best["ours"]
         shaped, square = 2 * m * n * d / best["product"], 2 * 2048**3 / best["square"]
-        print(
-            f"d={d} c={c}: {rate / 1e9:.0f} GFLOP/s, {rate / shaped:.0%} of a product of this shape, "
-            f"{rate / square:.0%} of a square product"
-        )
+        for name in ("compiled", "blocks"):
+            rate = 2 * m * n * (d + c) / best[name]
+            print(
+                f"d={d} c={c}, {name}: {rate / 1e9:.0f} GFLOP/s, {rate / shaped:.0%} of a product of this shape, "
+                f"{rate / square:.0%} of a square product"
+            )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Overhead of a learned order: ours against grab-sampler 0.1.3, over the same training loop with shuffling.
 
-    pip install --no-deps grab-sampler overrides torchopt optree     # into an environment of its own
+    pip install --no-deps grab-sampler overrides torchopt optree graphviz     # into an environment of its own
     python benchmarks/bench_order_peer.py [--models mlp cnn] [--seconds 20]
 
 grab-sampler asks for torch-sparse, which has no wheel for recent versions of torch and is not used here; an empty
@@ -9,11 +9,12 @@ is the one of its README: functorch gradients of every example, torchopt, `sampl
 same tensors, batch 64, and alternate in blocks; the figure is the median of a block's CPU time. Overhead is a ratio
 minus one.
 
-Two shared cores at load 15 (AVX-512), one thread, torch 2.13.0, Python 3.11; grab-sampler 0.1.3, torchopt 0.7.3:
+Two cores of a Zen 5, shared with other programs (load 7), one thread, torch 2.13.0, Python 3.11; grab-sampler 0.1.3,
+torchopt 0.7.3 (which wants graphviz too):
 
     model                        shuffled       headrace   grab-sampler   overhead, theirs / ours
-    MLP 784-256-128-10           2.39 ms/step   1.44x      39.73x         88
-    LeNet 3 x 32 x 32            12.78 ms/step  1.38x       2.90x          5
+    MLP 784-256-128-10           1.36 ms/step   1.28x      46.95x        162
+    LeNet 3 x 32 x 32            7.09 ms/step   1.23x       2.84x          8
 """
 
 from __future__ import annotations

@@ -6,16 +6,15 @@ The model is an MLP 64-64-10 (d = 4810) on scikit-learn's digits, trained for on
 then it is frozen. Every method sees the examples in its own order for ten rounds and reorders after each. H is always
 measured on the *whole* gradients, whatever the method saw.
 
-Two shared cores (AVX-512), torch 2.13.0, one seed, with the 16 x 16 split of the sketch that came first (the split is
-now 32 x 8, and gave 27.8 in the same run of two seeds, against 26.9 and 30.4 for 16 x 16):
+torch 2.13.0, one seed, sketches of 32 x 8:
 
-    random                          99.5      recursive, sketch               30.3
-    pair, exact                     23.5      kh, sketch                      47.1
-    mean, exact                     20.4      probabilistic c=1, sketch       35.6
-    pair, sketch 256                26.9      probabilistic c=30, sketch      94.3
-    mean, sketch 256                26.1      microbatch of 8 / 32            41.0 / 56.2
-    pair, sketch 128 / 64 / 16      30.2 / 35.4 / 71.8    greedy, herding     39.5 / 26.7
-    8 workers, independent shuffles 92.6      8 workers, CD-GraB              25.8
+    random                          99.5      recursive, sketch               27.3
+    pair, exact                     23.5      kh, sketch                      44.9
+    mean, exact                     20.4      probabilistic c=1, sketch       41.3
+    pair, sketch 256                27.8      probabilistic c=30, sketch      89.6
+    mean, sketch 256                25.7      microbatch of 8 / 32            40.5 / 66.2
+    pair, sketch 128 / 64 / 16      32.0 / 35.4 / 71.8    greedy, herding     46.9 / 23.7
+    8 workers, independent shuffles 92.6      8 workers, CD-GraB              30.0
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ MAY_IMPORT = {
     "engine": GROUND | STAGES | {"hardware", "plan"},
     **{name: GROUND | {"engine", "hardware", "plan"} for name in APPLICATIONS},
     # An estimator's cluster= is followed through `training`, so that no application knows another.
+    "kernel": GROUND | {"engine", "hardware", "plan", "training"},
     "topics": GROUND | {"engine", "hardware", "plan", "training"},
     "agents": GROUND | {"engine", "hardware", "plan", "training"},
     "training": {"engine", "cluster"},

@@ -23,6 +23,9 @@ DEFAULT_PORTS = {"ray": 10001, "gcs": 6379}
 STORE_BYTES = 512 << 20
 """Shared memory for objects of a cluster on this machine; what exceeds it goes to the disk."""
 
+QUIET = {"event_stats": False, "task_events_report_interval_ms": 0, "enable_metrics_collection": False}
+"""Ray keeps books for its dashboard in every process, some hundred times a second; there is no dashboard here."""
+
 
 def import_ray() -> Any:
     try:
@@ -116,6 +119,7 @@ def _own(ray: Any, cpus: int, store_bytes: int) -> Iterator[None]:
         log_to_driver=False,
         configure_logging=False,
         object_store_memory=store_bytes,
+        _system_config=QUIET,
     )
     try:
         yield

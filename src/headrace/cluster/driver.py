@@ -65,7 +65,7 @@ class ClusterResult:
     merge_s: float
     """The master's processor time for merging; near ``seconds``, the master is what everyone waits for."""
     master_cpu_s: float
-    """All of the master's processor time: merging, receiving, sending, checkpoints."""
+    """All of the master's processor time since the first worker joined: merging, receiving, sending, checkpoints."""
     cpu_s: float
     """The workers' processor time for all steps and exchanges; lives that were killed are not in it."""
     notes: list[str] = field(default_factory=list)
@@ -273,7 +273,7 @@ class _Driver:
     # ------------------------------------------------------------------ while it runs
 
     def _hear(self) -> None:
-        poll_s = min(SLOWEST_POLL_S, max(POLL_S, 0.02 * (time.monotonic() - self.began_s)))
+        poll_s = min(SLOWEST_POLL_S, max(POLL_S, 0.05 * (time.monotonic() - self.began_s)))
         done, _ = self.ray.wait(list(self.running), num_returns=1, timeout=poll_s)
         for ref in done:
             name = self.running.pop(ref)

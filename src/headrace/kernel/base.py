@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import numbers
 import sys
+import warnings
 from abc import abstractmethod
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from sklearn.utils.validation import _check_sample_weight, check_is_fitted, vali
 from headrace.errors import DataError, OptionError, unknown
 from headrace.kernel.bandwidth import check_bandwidth
 from headrace.kernel.devices import choose_devices
-from headrace.kernel.fitting import Settings, extend, fit_rows
+from headrace.kernel.fitting import AfterEpoch, Settings, extend, fit_rows
 from headrace.kernel.functions import find_kernel
 from headrace.kernel.inputs import is_source
 from headrace.kernel.losses import find_loss
@@ -61,6 +62,7 @@ class KernelModel(BaseEstimator):  # type: ignore[misc]
         max_memory: Any = "auto",
         random_state: Any = None,
         verbose: bool = True,
+        cluster: Any = None,
     ) -> None:
         self.kernel = kernel
         self.bandwidth = bandwidth
@@ -80,6 +82,7 @@ class KernelModel(BaseEstimator):  # type: ignore[misc]
         self.max_memory = max_memory
         self.random_state = random_state
         self.verbose = verbose
+        self.cluster = cluster
 
     # What the two estimators decide for themselves.
 
@@ -103,7 +106,9 @@ class KernelModel(BaseEstimator):  # type: ignore[misc]
         stopping = None
         if self.early_stopping:
             rows, targets, weights, stopping = self._hold_out(rows, targets, weights, settings.seed)
-        if self.centers is None:
+        if self.cluster is not None:
+            model = self._fit_together(rows, targets, weights, settings, earlier, stopping)
+        elif self.centers is None:
             model = fit_rows(rows, targets, weights, settings, earlier=earlier, after_epoch=stopping)
         else:
             model = fit_stream(
@@ -111,7 +116,28 @@ class KernelModel(BaseEstimator):  # type: ignore[misc]
             )
         return self._finish(model, stopping)
 
+    def _fit_together(
+        self,
+        rows: Any,
+        targets: Any,
+        weights: Any,
+        settings: Settings,
+        earlier: Model | None,
+        after_epoch: AfterEpoch | None,
+    ) -> Model:
+        from headrace.kernel.together import fit_together
+
+        centers = None if self.centers is None else self._centers(rows)
+        model, self.cluster_ = fit_together(
+            rows, targets, weights, centers, settings, self.cluster, earlier=earlier, after_epoch=after_epoch
+        )
+        return model
+
     def _partial_fit(self, X: Any, y: Any, sample_weight: Any) -> Any:
+        if self.cluster is not None:
+            warnings.warn(
+                "partial_fit trains on this machine alone; cluster= is for fit", UserWarning, stacklevel=3
+            )
         first = not hasattr(self, "model_")
         rows, targets, weights = self._validated(X, y, sample_weight, reset=first)
         settings = self._settings(targets.shape[1], epochs=1)
@@ -119,7 +145,7 @@ class KernelModel(BaseEstimator):  # type: ignore[misc]
             model = fit_rows(rows, targets, weights, settings)
         elif first:
             model = fit_stream(rows, targets, weights, self._centers(rows), settings)
-        elif self.centers is None:
+        elif self.centers is None and self.model_.stream is None:
             model = extend(self.model_, rows, targets, weights, settings)
         else:
             model = extend_stream(self.model_, rows, targets, weights, settings)
@@ -138,7 +164,9 @@ class KernelModel(BaseEstimator):  # type: ignore[misc]
         rows = SourceRows(source)
         self.n_features_in_ = rows.shape[1]
         settings = self._settings(labels.outputs)
-        if self.centers is None:
+        if self.cluster is not None:
+            model = self._fit_together(rows, labels, None, settings, earlier, None)
+        elif self.centers is None:
             X, targets = rows.load(labels)
             model = fit_rows(X, targets, None, settings, earlier=earlier)
         else:

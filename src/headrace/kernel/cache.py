@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from headrace.kernel.operands import slice_rows, take_rows
-from headrace.kernel.products import FUSED_OUTPUTS, KernelProduct
+from headrace.kernel.products import FUSED_OUTPUTS, KernelProduct, by_columns, times
 from headrace.kernel.rows import Rows, numbers
 from headrace.kernel.tiles import chosen
 
@@ -73,13 +73,14 @@ class KernelCache:
             return half_multiply(self.padded, numbers(rows, self.padded), weights_nc)
         block = self.matrix_nn[rows]
         if block.dtype == weights_nc.dtype:
-            return torch.mm(block, weights_nc)
+            return times(block, weights_nc)
         result = torch.zeros(block.shape[0], weights_nc.shape[1], dtype=weights_nc.dtype, device=block.device)
+        total = by_columns(result)
         step = max(1, self.product.block_values // max(1, block.shape[0]))
         for low in range(0, block.shape[1], step):
             piece = self.product.buffer("block", block.shape[0], min(step, block.shape[1] - low))
-            result.addmm_(piece.copy_(block[:, low : low + step]), weights_nc[low : low + step])
-        return result
+            total.addmm_(piece.copy_(block[:, low : low + step]), weights_nc[low : low + step])
+        return result if total is result else result.add_(total)
 
     def head(self, rows: Rows, samples: int) -> Tensor:
         """K[rows, S], in the precision of the operands."""

@@ -52,6 +52,10 @@ class KernelClassifier(ClassifierMixin, KernelModel):  # type: ignore[misc]
         None is the same as 0: a fit is repeatable unless asked otherwise.
     verbose : bool
         Print each automatic choice with its reason, and each epoch.
+    cluster : None, a number of workers on this machine (3), "auto", an address, or a mapping
+        Train on several machines, as `headrace.fit` does: rows are streamed past centres that all machines have, each
+        machine has a range of the rows, and their weights are averaged after every block of rows. ``centers=None`` then
+        takes 4000 random rows. How it went is in ``cluster_``.
 
     Attributes after ``fit``: ``classes_``, ``plan_`` (each automatic choice with its reason), ``bandwidth_``,
     ``n_iter_``, ``residuals_``, ``validation_scores_`` (with early stopping), ``n_features_in_``.

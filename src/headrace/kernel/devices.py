@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from headrace.errors import DeviceError, OptionError
+from headrace.kernel.compiled import decide_compiled
 from headrace.kernel.operands import Operands
 from headrace.kernel.tiles import chosen
 
@@ -59,10 +60,12 @@ class DeviceChoice:
             and chosen(operands.device).works
         )
 
-    def products(self, operands: Operands) -> tuple[str, str]:
-        """How kernel products are computed, and why."""
+    def products(self, operands: Operands, values: int = 0) -> tuple[str, str]:
+        """How kernel products are computed, so many values a pass over the data, and why."""
         if operands.device.type != "cuda":
-            return "blocks", "pieces that stay in the processor's cache"
+            compiled, why = decide_compiled(operands.kernel.code, operands.dtype, values)
+            name = "compiled" if compiled else "blocks"
+            return name, f"in pieces that stay in the processor's cache; {why}"
         if not operands.exact_norms:
             return (
                 "torch",

@@ -234,7 +234,7 @@ def _fit_within(
     order = np.random.RandomState(settings.seed).permutation(n)
     assert settings.bandwidth is not None
     operands = make_operands(rows, settings, dtype, settings.bandwidth)
-    plan = plan.with_("products", *settings.devices.products(operands))
+    plan = plan.with_("products", *settings.devices.products(operands, n * n))
     index = merged.index[order]
     device = settings.devices.first
     targets = torch.from_numpy(np.ascontiguousarray(merged.targets_nc[order])).to(device, dtype)
@@ -287,7 +287,11 @@ def split_over(
         local = replace(operands, device=device, mean_d=None if mean is None else mean.to(device))
         right = local.right(rows, index[low:high])
         product = KernelProduct(
-            local, right, block_values=layout.block_values, fused=settings.devices.fuses(local)
+            local,
+            right,
+            block_values=layout.block_values,
+            fused=settings.devices.fuses(local),
+            compiled=settings.devices.products(local, n * n)[0] == "compiled",
         )
         parts.append(Part(product=product, weights_pc=start_nc[low:high].to(device), start=low))
     return Expansion(parts)
@@ -409,6 +413,7 @@ def extend(
         concatenate(part.product.right_pk, right),
         block_values=layout.block_values,
         fused=part.product.fused,
+        compiled=part.product.compiled,
     )
     part.weights_pc = torch.cat([part.weights_pc, torch.zeros_like(targets)])
     model.targets_nc = torch.cat([model.targets_nc, targets])

@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.errors import DataError
+from headrace.kernel.compiled import apply_compiled
 from headrace.kernel.functions import KernelFunction, call_user_kernel
 
 ROUNDING_UNITS = 8
@@ -140,9 +141,15 @@ class Operands:
         return out
 
     def evaluate(
-        self, left_mk: Tensor, right_nk: Tensor, out: Tensor, scratch: Tensor | None = None
+        self,
+        left_mk: Tensor,
+        right_nk: Tensor,
+        out: Tensor,
+        scratch: Tensor | None = None,
+        *,
+        compiled: bool = False,
     ) -> Tensor:
-        """The kernel's values of all pairs, written into ``out`` (m×n)."""
+        """The kernel's values of all pairs, written into ``out`` (m×n); ``compiled``: in one pass, where that fits."""
         kernel = self.kernel
         if kernel.family == "callable":
             return out.copy_(call_user_kernel(kernel, left_mk, right_nk))
@@ -155,6 +162,8 @@ class Operands:
         else:
             torch.mm(left_mk, right_nk.T, out=out)
         assert kernel.apply is not None
+        if compiled and apply_compiled(kernel.code, out):
+            return out
         if kernel.needs_scratch and scratch is None:
             scratch = torch.empty_like(out)
         kernel.apply(out, scratch)

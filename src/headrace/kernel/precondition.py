@@ -28,7 +28,7 @@ from headrace.kernel.formulas import (
     directions_for_precision,
 )
 from headrace.kernel.operands import slice_rows
-from headrace.kernel.products import KernelProduct
+from headrace.kernel.products import KernelProduct, times
 
 PEAK_ROWS = 20_000
 """Rows on which the largest deflated diagonal is looked for; they are a random subset, since rows are
@@ -67,8 +67,8 @@ class Preconditioner:
 
     def correction(self, kernel_ms: Tensor, gradient_mc: Tensor) -> Tensor:
         """(1/s) V D Vᵀ K(S, B) g: what is added to the weights of S per unit of step."""
-        inner = self.vectors_sk.T @ (kernel_ms.T @ gradient_mc)
-        return self.vectors_sk @ inner.mul_(self.coefficients_k[:, None])
+        inner = times(self.vectors_sk.T, times(kernel_ms.T, gradient_mc))
+        return times(self.vectors_sk, inner.mul_(self.coefficients_k[:, None]))
 
 
 def build_preconditioner(

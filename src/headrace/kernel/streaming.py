@@ -45,7 +45,7 @@ from headrace.kernel.model import Model
 from headrace.kernel.operands import Operands
 from headrace.kernel.planning import Layout
 from headrace.kernel.precondition import Preconditioner, build_preconditioner
-from headrace.kernel.products import KernelProduct
+from headrace.kernel.products import KernelProduct, times
 from headrace.kernel.rates import wanted_batch
 from headrace.kernel.solver import Course, Problem, solve
 from headrace.kernel.stream_data import Chunk, MemoryChunks, SourceChunks, SourceRows
@@ -99,13 +99,8 @@ def fit_stream(
         raise OptionError(
             "centers= uses one device; give a single device=, or centers=None to split all rows"
         )
-    budget = memory_budget(settings.max_memory, settings.devices.first)
     random = np.random.RandomState(settings.seed)
-
-    def attempt(allowed: int, retry: int) -> Model:
-        return _prepare(chunks, centers, settings, earlier, random, allowed, retry)
-
-    model = with_less_memory(attempt, budget, settings.say)
+    model = prepare_stream(chunks, centers, settings, earlier, random)
     averaged = None
     for epoch in range(settings.epochs):
         last = epoch == settings.epochs - 1
@@ -117,6 +112,22 @@ def fit_stream(
     if averaged is not None and after_epoch is None:
         model.expansion.first.weights_pc.copy_(averaged)
     return model
+
+
+def prepare_stream(
+    chunks: MemoryChunks | SourceChunks,
+    centers: Any,
+    settings: Settings,
+    earlier: Model | None,
+    random: np.random.RandomState | None = None,
+) -> Model:
+    """Centres, preconditioners and pace within the budget; no row has been trained on yet."""
+    draws = np.random.RandomState(settings.seed) if random is None else random
+
+    def attempt(allowed: int, retry: int) -> Model:
+        return _prepare(chunks, centers, settings, earlier, draws, allowed, retry)
+
+    return with_less_memory(attempt, memory_budget(settings.max_memory, settings.devices.first), settings.say)
 
 
 def extend_stream(
@@ -166,7 +177,7 @@ def _prepare(
     plan = plan.with_("centers", p, why)
     plan = plan.with_("dtype", str(dtype).removeprefix("torch."), dtype_why)
     plan = plan.with_("device", settings.devices.name, settings.devices.reason)
-    plan = plan.with_("products", *settings.devices.products(operands))
+    plan = plan.with_("products", *settings.devices.products(operands, n * (p + sample_rows)))
     plan = plan.with_("memory", words(budget), "allowed for this fit")
     # Half for the centres and their projection; the stream's chunks and temporary centres have the other
     # half.
@@ -177,6 +188,7 @@ def _prepare(
         operands.right(given, index),
         block_values=layout.block_values,
         fused=settings.devices.fuses(operands),
+        compiled=plan["products"] == "compiled",
     )
     outputs = settings.loss.outputs
     weights = torch.zeros(p, outputs, dtype=dtype, device=operands.device)
@@ -208,7 +220,11 @@ def _make_stream(
     # With every copy of a row: batches hold them too, and a spectrum without them makes steps too large by far.
     every = np.arange(sample.rows.shape[0])
     sample_product = KernelProduct(
-        operands, operands.right(sample.rows, every), block_values=layout.block_values, fused=product.fused
+        operands,
+        operands.right(sample.rows, every),
+        block_values=layout.block_values,
+        fused=product.fused,
+        compiled=product.compiled,
     )
     s = sample_product.rows
     weights = sample.row_weights_n
@@ -269,9 +285,9 @@ def _epoch(
     """One pass over the data: (relative residual seen on the way, the mean of the projections' weights)."""
     total, count, total_weights, projections = 0.0, 0, None, 0
     with settings.devices.precision(settings.tf32):
-        period = _Period(model, settings)
+        period = Period(model, settings)
         for chunk in chunks.epoch(model.stream.chunk_rows, random, model.operands.device):
-            for square, rows in _steps(model, period, chunk):
+            for square, rows in steps_over(model, period, chunk):
                 total, count = total + square, count + rows
                 if average and period.filled == 0:
                     current = model.expansion.first.weights_pc
@@ -282,7 +298,7 @@ def _epoch(
     return math.sqrt(total / max(1, count) / max(model.stream.first_square, 1e-300)), mean
 
 
-def _steps(model: Model, period: _Period, chunk: Chunk) -> Any:
+def steps_over(model: Model, period: Period, chunk: Chunk) -> Any:
     """Steps over one chunk; yields (sum of squared gradients, rows) for each projection, and once at the
     end.
     """
@@ -307,7 +323,7 @@ def _steps(model: Model, period: _Period, chunk: Chunk) -> Any:
         yield square, rows
 
 
-class _Period:
+class Period:
     """The steps between two projections."""
 
     def __init__(self, model: Model, settings: Settings) -> None:
@@ -320,16 +336,21 @@ class _Period:
         self.right = torch.empty(room, width, dtype=operands.dtype, device=device)
         self.weights = torch.empty(room, c, dtype=operands.dtype, device=device)
         self.temporary = KernelProduct(
-            operands, self.right, block_values=stream.sample.block_values, fused=stream.sample.fused
+            operands,
+            self.right,
+            block_values=stream.sample.block_values,
+            fused=stream.sample.fused,
+            compiled=stream.sample.compiled,
         )
         self.on_sample = torch.zeros(stream.sample.rows, c, dtype=operands.dtype, device=device)
         self.values_p = torch.zeros(model.expansion.centers, c, dtype=operands.dtype, device=device)
         self.ridge = settings.ridge / settings.loss.curvature
         self.loss: Loss = find_loss(settings.loss.name, c)
         self.halvings = 0
-        self._start()
+        self.begin()
 
-    def _start(self) -> None:
+    def begin(self) -> None:
+        """From the weights as they are now."""
         self.filled = 0
         self.square = 0.0
         self.on_sample.zero_()
@@ -351,7 +372,7 @@ class _Period:
         kernel_ms = stream.sample.evaluate(
             left, 0, stream.sample.rows, stream.sample.buffer("keep", m, stream.sample.rows)
         )
-        values = torch.mm(kernel_mp, part.weights_pc).addmm_(kernel_ms, self.on_sample)
+        values = times(kernel_mp, part.weights_pc).add_(times(kernel_ms, self.on_sample))
         if self.filled:
             self.temporary.right_pk = self.right[: self.filled]
             values += self.temporary.multiply(left, self.weights[: self.filled])
@@ -366,7 +387,7 @@ class _Period:
             for coefficients in (part.weights_pc, self.weights[: self.filled], self.on_sample, self.values_p):
                 coefficients.mul_(shrink)
         self.on_sample.add_(stream.preconditioner.correction(kernel_ms, gradient), alpha=rate)
-        self.values_p.addmm_(kernel_mp.T, gradient, alpha=-rate)
+        self.values_p.add_(times(kernel_mp.T, gradient), alpha=-rate)
         stop = self.filled + m
         self.right[self.filled : stop] = right_mk
         torch.mul(gradient, -rate, out=self.weights[self.filled : stop])
@@ -406,7 +427,7 @@ class _Period:
             ),
         )
         model.expansion.first.weights_pc.add_(expansion.first.weights_pc)
-        self._start()
+        self.begin()
 
     def _add_sample_values(self, product: KernelProduct) -> None:
         """values_p += K(Z, S) b."""
@@ -427,7 +448,7 @@ class _Period:
             )
         self.settings.say(f"the residual grew: the step is halved to {self.stream.step:.4g}")
         self.model.expansion.first.weights_pc.copy_(self.before)
-        self._start()
+        self.begin()
 
 
 def _features(operands: Operands, right_nk: Tensor) -> int:
