@@ -27,8 +27,8 @@ One H200 with 16 cores, torch 2.11, --quick:
                                           22 × the eager loop (extrapolated)
     GPU alone, batch 512, step 0.4        5,761 updates/s, loss 0.10 after 3.5 s: 62 × the eager loop (extrapolated)
     auto                                  chose the GPU alone at 512, in 3.8 s
-    14 CPU workers against one            9.8, 9.6 and 9.1 × merging every 1, 16 and 64 steps; 14 processes that only
-                                          count make 9.5 × what one makes there, so this is the machine's own limit
+    14 CPU workers against one            9.8, 9.6 and 9.1 × merging every 1, 16 and 64 steps (11 wanted); 14 processes
+                                          that only count make 9.5 × what one makes there, 4 make 3.1 ×
     merging every 16 or 8 steps           costs -1.5 and 0.7 % of the GPU worker's time
     210 MB of parameters, every 8 steps   1,098 instead of 1,182 updates/s (7.1 %) in runs of 1.8 s, which end with a
                                           wait for the last exchange; 13.6 merges a second
