@@ -28,8 +28,10 @@ def plain_products() -> Iterator[None]:
     torch.backends.cudnn.allow_tf32 = before
 
 
-def updated(device: str, compiled: bool | str, policy: str, module: Any = None, **more: Any) -> Any:
-    """The learner after three updates from made-up rollouts."""
+def updated(
+    device: str, compiled: bool | str, policy: str, module: Any = None, updates: int = 3, **more: Any
+) -> Any:
+    """The learner after some updates from made-up rollouts."""
     config = Config(
         n_steps=STEPS,
         n_envs=N,
@@ -40,12 +42,11 @@ def updated(device: str, compiled: bool | str, policy: str, module: Any = None, 
         compiled=compiled,
         **{"cnn": "small", **more},
     )
-    image = policy == "cnn" or (policy == "module" and module is None)
-    leaf = Leaf("", "image", (4, 84, 84), "uint8") if image else Leaf("", "vector", (5,), "float32")
+    leaf = Leaf("", "image", (4, 84, 84), "uint8") if policy == "cnn" else Leaf("", "vector", (5,), "float32")
     learner: Any = TorchLearner(config, Observations((leaf,)), Actions(3), N, "rmsprop", module)
     learner.start([0])
     rng = np.random.default_rng(0)
-    for _ in range(3):
+    for _ in range(updates):
         for tensor in learner.obs.values():
             tensor.copy_(
                 torch.from_numpy(rng.integers(0, 256, tensor.shape).astype(np.float32)).to(tensor.dtype)
@@ -79,11 +80,12 @@ def test_a_fused_and_captured_update_is_the_eager_update(policy: str, plain_prod
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("more", [{"cnn": "nature"}, {"cnn": "nature", "precision": "bfloat16"}])
-def test_rounded_products_differ_by_their_rounding(more: dict[str, Any]) -> None:
-    """Three steps of at most 0.01 each; RMSprop's first steps turn a gradient's sign into a whole step."""
+def test_rounded_products_learn_the_same(more: dict[str, Any]) -> None:
+    """The way gone in three updates. Between float32 and bfloat16 on a CPU the cosine is 0.992."""
     captured, eager = updated("cuda", "graph", "cnn", **more), updated("cuda", False, "cnn", **more)
-    apart = np.abs(captured.theta - eager.theta)
-    assert apart.max() < 0.03 and np.median(apart) < 2e-4
+    start = updated("cuda", False, "cnn", updates=0, **more).theta
+    one, other = captured.theta - start, eager.theta - start
+    assert one @ other > 0.97 * np.linalg.norm(one) * np.linalg.norm(other) > 0
 
 
 class ReadsTheDevice(torch.nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -156,6 +157,25 @@ def test_steps_by_hand_sign_the_rows_that_hooks_sign(kind: str, optimizer: str) 
     assert len({tuple(rows) for rows in found[0][0]}) == 4
     assert found[0][0] == found[1][0]
     assert found[0][1] == pytest.approx(found[1][1])
+
+
+@pytest.mark.parametrize("capture", ["chain", "eager"])
+def test_a_run_with_a_learned_order_goes_on_as_if_it_had_not_stopped(tmp_path: Path, capture: str) -> None:
+    """Stopped in the middle of the second epoch, the weights at the end are the same to the last bit."""
+    x, y = torch.randn(90, 6, generator=torch.Generator().manual_seed(0)), torch.arange(90) % 3
+
+    def weights(folder: str, steps: int, resume: bool = False) -> Tensor:
+        torch.manual_seed(1)
+        net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+        run = headrace.fit(
+            net, (x, y), loss=F.cross_entropy, lr=0.05, steps=steps, batch_size=8, order="balanced", seed=0,
+            workers="single", progress=False, device="cpu", out=tmp_path / folder, resume=resume, capture=capture,
+        )  # fmt: skip
+        return torch.cat([p.detach().flatten() for p in run.model.parameters()])
+
+    whole = weights("whole", 40)
+    weights("parts", 17)
+    assert torch.equal(weights("parts", 40, resume=True), whole)
 
 
 def test_an_order_that_gave_up_learns_nothing_from_steps_by_hand() -> None:

@@ -45,6 +45,14 @@ def test_every_run_gets_an_equal_share_of_what_is_left(monkeypatch: pytest.Monke
     """Slow runs that came first used to get four shares, and the last configurations what was left."""
     clock, given = [0.0], []
 
+    def _starts_slowly(learn: Any) -> Any:
+        def start_and_learn(seed: int, seconds: float) -> Any:
+            rows = learn(seed, seconds)
+            clock[0] += 5.0
+            return rows
+
+        return start_and_learn
+
     def kind(uses_s: float) -> Any:
         def learn(seed: int, seconds: float) -> Any:
             given.append(round(seconds, 6))
@@ -59,6 +67,10 @@ def test_every_run_gets_an_equal_share_of_what_is_left(monkeypatch: pytest.Monke
     monkeypatch.setattr(hsa2c.importlib.util, "find_spec", lambda name: None)
     hsa2c.run_experiment(hsa2c.EXPERIMENTS["cartpole"], 2, 40.0)
     assert given == [10.0, 10.0, 14.5, 14.5]
+    given.clear()
+    monkeypatch.setattr(hsa2c, "_ours", lambda experiment, uses_s: _starts_slowly(kind(uses_s)))
+    hsa2c.run_experiment(hsa2c.EXPERIMENTS["cartpole"], 1, 8.0)
+    assert given == [4.0, 1.0], "what starting took is missing at the end, and no run gets nothing"
 
 
 def test_a_short_run_writes_its_numbers_and_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,10 +114,12 @@ def run_experiment(experiment: Experiment, seeds: int, budget_s: float) -> dict[
     runs: dict[str, list[Rows]] = {name: [] for name in kinds}
     deadline = time.monotonic() + budget_s
     to_go = len(kinds) * seeds
+    # Starting processes takes time too: the last ones get a quarter of their share when nothing is left.
+    least_s = budget_s / to_go / 4
     for seed in range(seeds):
         for name, learn in kinds.items():
             # An equal share of what is left: a run that ends at its steps leaves its time to those after it.
-            rows = learn(seed, max(deadline - time.monotonic(), 0.0) / to_go)
+            rows = learn(seed, max((deadline - time.monotonic()) / to_go, least_s))
             to_go -= 1
             if rows:
                 runs[name].append(rows)
