@@ -4,8 +4,8 @@ to the machine's matrix-product rate do its kernel products run?
     HEADRACE_DATA=data python benchmarks/bench_kernel.py [mnist] [covtype] [rate]
 
 Both sides run in one process, one after the other, on the same rows; a ratio above 1 means that Headrace is
-faster. Accuracies are printed beside the times. On MNIST the peers have one setting chosen by hand, Headrace the best of
-six, judged by the same test rows: read the accuracies with that in mind. On covtype each side takes the best of 15
+faster. Accuracies are printed beside the times. On MNIST the peers have one setting chosen by hand, Headrace the best
+of six, judged by the same test rows: read the accuracies with that in mind. On covtype each side takes the best of 15
 settings on 5,000 rows held out of the training rows, after training on 25,000; the fewest epochs that reach SVC's
 accuracy are then found on the test rows. Ratios are of CPU time, which other load on the machine changes little; with
 OMP_NUM_THREADS=1 and OPENBLAS_NUM_THREADS=1 it is the time of one core on both sides.
