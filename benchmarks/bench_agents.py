@@ -164,9 +164,9 @@ def atari() -> None:
     same = adapter(gymnasium.make_vec("ALE/Pong-v5", num_envs=n, **options))
     for kind, more in kinds.items():
         agent = hr.ActorCritic("ALE/Pong-v5", n_envs=n, env_options=options, **more)
-        compare(f"Pong, {n} envs, {kind}", agent.learn, sb3(usual, "CnnPolicy"), (2_000, 1_200), rounds=1)
+        compare(f"Pong, {n} envs, {kind}", agent.learn, sb3(usual, "CnnPolicy"), (2_000, 1_200), rounds=4)
         if kind == "nature":
-            compare("  same env on both sides", agent.learn, sb3(same, "CnnPolicy"), (2_000, 1_200), rounds=1)
+            compare("  same env on both sides", agent.learn, sb3(same, "CnnPolicy"), (2_000, 1_200), rounds=4)
 
 
 def catch(n: int) -> Any:
