@@ -20,7 +20,8 @@ before the first step and anew while the run goes on (134 at the end):
 Of the master's 13.2 - 8.0 points two fifths were its start (0.2 s before the first worker joins) and another part
 Ray's books and Python's collector. Neither is in the number since: the master's time counts from the first worker on,
 as the workers' does, and the books are off in clusters started here. At load 10, not quiet, 24 epochs (131 pushes) then
-lost 6.7 % with the master's process, 4.7 ms a push, and 1.6 % without.
+lost 6.7 % with the master's process, 4.7 ms a push, and 1.6 % without. On idle cores (88 pushes, B = 156 at the end):
+0.76 ms alone, 0.83 with pulling and pushing (7.7 % lost), 0.86 with the master's 4.6 ms a push (11.5 %).
 
 Exchanges took 9.4 % of the wall time. On a busy machine six epochs (2,826 steps, 70 pushes) lost 11 % without the
 master.

@@ -20,7 +20,8 @@ Two idle cores of a Zen 5, torch 2.13.0, numba 0.68, wall time, ``--seconds 1 --
     processes, direct         5777         0.23 ×                107579  1.79 ×                 134706  1.89 ×
     processes, K=64          43203         1.75 ×                112569  1.87 ×                 131937  1.86 ×
 
-Direct updates at batch 64 came to 1.93 × in one run and 1.81 × in another.
+Direct updates at batch 64 came to 1.93 × in one run, 1.81 × in another and 1.91 × in a third (K=16 and 64: 1.89 and
+1.90), where batch 16 came to 1.87 to 1.95 × with replicas but 0.61 × directly, and batch 1 to 1.88 × with K=256.
 """
 
 from __future__ import annotations

@@ -33,6 +33,9 @@ On both idle cores MNIST takes 1.34 s of wall time, SVC 3.92, KernelRidge 4.09 (
 KernelRidge would hold 37 GB on covtype 50,000. Rates of K(B, X)·A, with the compiled pass (in torch's passes): 102 %
 (96) of a plain product of the same shape at d=784, 100 (93) at d=512 (c=100), 102 (64) at d=54, where torch's passes
 weigh as much as the product; of a large square product 93 % (88), 93 (86) and 70 (44).
+On both idle cores: 102 % (98), 102 (100) and 64 (49) of a product of that shape, 91 (88), 89 (87) and 50 (38) of a
+square one. At d=54 the pass's second thread finds its core taken, most likely by the product's, which wait for more
+work by spinning.
 """
 
 from __future__ import annotations
