@@ -35,10 +35,10 @@ rates; Pong and workers on idle cores.
 Just not reached: 3.5x with the small network in bfloat16. On busy cores the emulator took 11 of 23 ms an update (40
 steps), acting 6 and learning 5; the peer took 66. After that measurement came one product for both heads while acting,
 samples without the softmax, and another way back to few channels: 11.3, 11.4 and 12.0 ms an update without the emulator
-became 9.3, 10.4 and 11.9 (three interleaved runs on cores that eight processes wanted).
-Six runs on idle cores since then, the last with four rounds a row: nature 1.62 to 1.89x (1.70), nature in bfloat16 2.33 to 2.47x (2.38), small 2.43 to 2.96x
-(2.96), small in bfloat16 2.91 to 3.43x (3.37). The peer's own rate went from 584 to 840 meanwhile, so a single run
-tells no second digit. The emulator alone makes 3,900 to 4,130 steps per CPU-second, half of what small updates take.
+became 9.3, 10.4 and 11.9 (three interleaved runs on cores that eight processes wanted). Six runs on idle cores since
+then, the last with four rounds a row: nature 1.62 to 1.89x (1.70), nature in bfloat16 2.33 to 2.47x (2.38), small 2.43
+to 2.96x (2.96), small in bfloat16 2.91 to 3.43x (3.37). The peer's own rate went from 584 to 840 meanwhile, so a single
+run tells no second digit. The emulator alone makes 3,900 to 4,130 steps per CPU-second, half of what small updates take.
 
 Whether bfloat16 learns as float32 does, on balls to be caught (-10 to 10 an episode, 100,000 steps, mean return of each
 quarter of a run with its 95 % interval over seeds):
