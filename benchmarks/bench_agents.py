@@ -38,7 +38,7 @@ samples without the softmax, and another way back to few channels: 11.3, 11.4 an
 became 9.3, 10.4 and 11.9 (three interleaved runs on cores that eight processes wanted). Six runs on idle cores since
 then, the last with four rounds a row: nature 1.62 to 1.89x (1.70), nature in bfloat16 2.33 to 2.47x (2.38), small 2.43
 to 2.96x (2.96), small in bfloat16 2.91 to 3.43x (3.37). The peer's own rate went from 584 to 840 meanwhile, so a single
-run tells no second digit. The emulator alone makes 3,900 to 4,130 steps per CPU-second, half of what small updates take.
+run tells no second digit. The emulator alone makes 3,900 to 4,130 steps per CPU-second: half of a small update.
 
 Whether bfloat16 learns as float32 does, on balls to be caught (-10 to 10 an episode, 100,000 steps, mean return of each
 quarter of a run with its 95 % interval over seeds):
