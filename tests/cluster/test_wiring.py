@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 from pathlib import Path
 
@@ -11,7 +12,9 @@ import torch
 
 import headrace as hr
 from headrace.cli import main
-from headrace.errors import OptionError
+from headrace.cluster.connect import connected
+from headrace.cluster.options import ClusterOptions
+from headrace.errors import DeviceError, OptionError
 
 
 def test_fit_hands_a_cluster_over() -> None:
@@ -42,3 +45,18 @@ def test_the_command_line_hands_a_cluster_over(
         main()
     assert ended.value.code == 2
     assert says in capsys.readouterr().err
+
+
+def test_a_port_that_answers_without_a_node_here_is_said_in_one_sentence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ray = pytest.importorskip("ray")
+    services = pytest.importorskip("ray._private.services")
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)  # other tests may have a cluster here
+    monkeypatch.setattr(services, "find_node_ids", set)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        options = ClusterOptions(address=f"127.0.0.1:{server.getsockname()[1]}", connect_s=1.0)
+        refused = pytest.raises(DeviceError, match="answers, but no Ray node runs on this machine")
+        with refused as raised, connected(options):
+            pass
+    assert "does not answer" not in str(raised.value)

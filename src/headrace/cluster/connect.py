@@ -51,6 +51,8 @@ def connected(options: ClusterOptions, *, store_bytes: int = STORE_BYTES) -> Ite
     reach(options.address, options.connect_s)
     try:
         _join(ray, options.address, deadline_s)
+    except DeviceError:  # which says it all
+        raise
     except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
         raise _unreachable(options.address, str(error).strip().split("\n")[0]) from error
     try:
