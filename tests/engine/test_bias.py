@@ -61,3 +61,15 @@ def test_gradients_are_torchs(name: str) -> None:
     for a, b in zip(plain, mine, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
     assert sum(mask[2] for mask in asked) - sum(mask[2] for mask in asked_less) == taken
+
+
+def test_what_it_serves() -> None:
+    """Nothing is gained without convolutions of few channels, and a compiled module must stay compiled."""
+    small = nn.Sequential(nn.Conv2d(1, 6, 5), nn.ReLU())
+    assert bias.serves(small)
+    assert not bias.serves(nn.Sequential(nn.Linear(3, 2)))
+    assert not bias.serves(nn.Conv2d(1, 6, 5, bias=False))
+    assert not bias.serves(nn.Conv2d(1, bias.MOST_CHANNELS + 1, 5))
+    assert not bias.serves(torch.compile(small))
+    small[0].compile()
+    assert not bias.serves(small)

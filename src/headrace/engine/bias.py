@@ -11,12 +11,26 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _BACKWARD = torch.ops.aten.convolution_backward.default
 MOST_CHANNELS = 64
 """Above this one block a channel keeps a device busy; a guess."""
+
+
+def serves(module: nn.Module) -> bool:
+    """Whether there is something to gain. A module that its owner compiled would run uncompiled inside the mode."""
+    parts = list(module.modules())
+    compiled = any(
+        hasattr(part, "_orig_mod") or getattr(part, "_compiled_call_impl", None) is not None for part in parts
+    )
+    return not compiled and any(
+        isinstance(part, nn.modules.conv._ConvNd)
+        and part.bias is not None
+        and part.out_channels <= MOST_CHANNELS
+        for part in parts
+    )
 
 
 class BiasInTwoSums(TorchDispatchMode):

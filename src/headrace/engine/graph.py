@@ -25,7 +25,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from headrace.engine.bias import BiasInTwoSums
+from headrace.engine.bias import BiasInTwoSums, serves
 from headrace.engine.steps import EagerStepper, Listener, Stretch
 from headrace.engine.task import TorchTask
 from headrace.types import Columns
@@ -214,7 +214,8 @@ class GraphStepper:
         gc.collect()
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
-        sums = BiasInTwoSums if self.ways[0][0] == "graph" else contextlib.nullcontext
+        by_hand = self.ways[0][0] == "graph" and serves(self.task.module)
+        sums = BiasInTwoSums if by_hand else contextlib.nullcontext
         with torch.cuda.stream(side), sums():
             for _ in range(3):
                 self.cursor.zero_()
