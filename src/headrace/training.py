@@ -27,6 +27,13 @@ def fit(model: Any, data: Any, **options: Any) -> Run:
     return fit_on_cluster(model, data, **options)
 
 
+def asked_of_cluster(cluster: Any, ours: dict[str, Any]) -> dict[str, Any]:
+    """What a user gave as ``cluster=``, as a mapping, with an estimator's own choices where it says nothing."""
+    from headrace.cluster.options import as_mapping
+
+    return {**ours, **as_mapping(cluster)}
+
+
 Progress = Callable[[dict[str, Any], Callable[[], Any]], bool]
 """``(status, vector)`` a few times a second; ``vector()`` fetches the parameters, True ends the run."""
 

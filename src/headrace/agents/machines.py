@@ -16,7 +16,7 @@ import faulthandler
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, is_dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -267,6 +267,8 @@ def run(agent: ActorCritic, spec: Spec, goal: Goal, report: Report) -> str:
 
 def options_of(cluster: Any, spec: Spec) -> Any:
     """``cluster=`` as a mapping, with as many updates between two exchanges as agents bear unless it says how many."""
+    from headrace.training import asked_of_cluster
+
     config = spec.config
     steps = (
         1 if config.mode == "asynchronous" else config.push_every if config.push_every > 1 else LOCAL_STEPS
@@ -274,16 +276,11 @@ def options_of(cluster: Any, spec: Spec) -> Any:
     ours: dict[str, Any] = {"local_steps": steps}
     if config.max_staleness:
         ours["staleness"] = config.max_staleness
-    if isinstance(cluster, Mapping):
-        return {**ours, **cluster}
-    if (isinstance(cluster, int) and not isinstance(cluster, bool)) or str(cluster).isdigit():
-        return {**ours, "workers": int(cluster)}
-    if isinstance(cluster, str) and (cluster == "auto" or ":" in cluster):
-        return {**ours, "address": cluster}
     if is_dataclass(cluster):
         return cluster
-    raise OptionError(
-        f"cluster={cluster!r}: give a number of workers on this machine, 'auto', an address such as "
-        "'ray://host:10001', a mapping such as {'workers': 3}, or an object whose open_store(values) gives a store "
-        "with pull() and push(difference)"
-    )
+    try:
+        return asked_of_cluster(cluster, ours)
+    except OptionError as error:
+        raise OptionError(
+            f"{error}, or an object whose open_store(values) gives a store with pull() and push(difference)"
+        ) from None

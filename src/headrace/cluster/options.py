@@ -60,22 +60,11 @@ class ClusterOptions:
         """From what the user gave as ``cluster=``."""
         if isinstance(value, ClusterOptions):
             return value
-        if isinstance(value, Mapping):
-            known = [f.name for f in dataclasses.fields(cls)]
-            for name in value:
-                if name not in known:
-                    raise unknown("option in cluster=", name, known)
-            return cls(**value)
-        if _whole(value):
-            return cls(workers=value)
-        if isinstance(value, str) and value.isdigit():
-            return cls(workers=int(value))
-        if isinstance(value, str) and (value == "auto" or ":" in value):
-            return cls(address=value)
-        raise OptionError(
-            f"cluster={value!r}: give a number of workers on this machine, 'auto', an address such as "
-            "'ray://host:10001', or a mapping such as {'workers': 3, 'accept': 2}"
-        )
+        given, known = as_mapping(value), [f.name for f in dataclasses.fields(cls)]
+        for name in given:
+            if name not in known:
+                raise unknown("option in cluster=", name, known)
+        return cls(**given)
 
     def master(self, *, steps: int | None) -> MasterOptions:
         """The master's part."""
@@ -89,6 +78,20 @@ class ClusterOptions:
 
 FIRST_LOCAL_STEPS = 16
 """B before anything is measured; a guess."""
+
+
+def as_mapping(value: Any) -> dict[str, Any]:
+    """What the user gave as ``cluster=``, as names of `ClusterOptions` with their values."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if _whole(value) or str(value).isdigit():
+        return {"workers": int(value)}
+    if isinstance(value, str) and (value == "auto" or ":" in value):
+        return {"address": value}
+    raise OptionError(
+        f"cluster={value!r}: give a number of workers on this machine, 'auto', an address such as "
+        "'ray://host:10001', or a mapping such as {'workers': 3, 'accept': 2}"
+    )
 
 
 def _whole(value: Any) -> bool:

@@ -103,8 +103,9 @@ def lie_apart(source: InMemory, device: torch.device) -> list[str]:
     the whole array. What memory has no room for is left where it lies.
     """
     found = {n: v for n, v in source.tensors().items() if v.layout == torch.strided and not _by_rows(v)}
-    room = MEMORY_SHARE * free_memory()
-    return list(found) if device.type != "cpu" or sum(v.nbytes for v in found.values()) <= room else []
+    if not found or device.type != "cpu":
+        return list(found)
+    return list(found) if sum(v.nbytes for v in found.values()) <= MEMORY_SHARE * free_memory() else []
 
 
 def copied(source: Source, device: torch.device) -> tuple[Decision, ...]:

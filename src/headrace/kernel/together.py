@@ -16,7 +16,7 @@ merged push.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -183,17 +183,10 @@ def fit_together(
 
 def cluster_options(cluster: Any) -> dict[str, Any]:
     """``cluster=`` as a mapping, with the merging that such differences need unless it says otherwise."""
+    from headrace.training import asked_of_cluster
+
     ours: dict[str, Any] = {"accept": EVERYONE, "merge": "mean", "local_steps": 1}
-    if isinstance(cluster, Mapping):
-        return {**ours, **cluster}
-    if (isinstance(cluster, int) and not isinstance(cluster, bool)) or str(cluster).isdigit():
-        return {**ours, "workers": int(cluster)}
-    if isinstance(cluster, str) and (cluster == "auto" or ":" in cluster):
-        return {**ours, "address": cluster}
-    raise OptionError(
-        f"cluster={cluster!r}: give a number of workers on this machine, 'auto', an address such as "
-        "'ray://host:10001', or a mapping such as {'workers': 3, 'accept': 2}"
-    )
+    return asked_of_cluster(cluster, ours)
 
 
 class _Watch:
